@@ -25,7 +25,7 @@ from ddpopt.checks import verify
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
-from ddpopt.planning import decision, rebucket, tuner
+from ddpopt.planning import hint, rebucket, tuner
 from ddpopt.split import compiler, recomputation, state
 from ddpopt.split.cut import frame_of
 from ddpopt.steps.forwards import (
@@ -95,7 +95,7 @@ def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
     """
     rebucket.watch(ddp)
     if options.buckets == "ddp":
-        decision.watch(ddp)
+        hint.watch(ddp)
     else:
         tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
 

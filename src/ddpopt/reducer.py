@@ -17,9 +17,7 @@ Source: `compute_bucket_assignment_by_size` and `Reducer::rebuild_buckets` of to
 
 from __future__ import annotations
 
-import bisect
 import collections
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,34 +92,20 @@ def known_buckets(
     They are in launch order.
     """
     by_index = {parameter.index: parameter for parameter in parameters}
-    members = ([by_index[index] for index in bucket] for bucket in actual)
-    return _number([(m, cap_of(rules.caps_bytes, k)) for k, m in enumerate(members)])
+    buckets: list[Bucket] = []
+    for index, indices in enumerate(actual):
+        members = tuple(by_index[parameter_index] for parameter_index in indices)
+        cap_bytes = _cap_of(rules.caps_bytes, index)
+        buckets.append(Bucket(index=index, parameters=members, cap_bytes=cap_bytes))
+    return tuple(buckets)
 
 
 def in_launch_order(
     parameters: Iterable[Parameter], buckets: Sequence[Bucket]
 ) -> tuple[Parameter, ...]:
-    """Return parameters sorted by bucket; those in one bucket keep their order."""
+    """Parameters sorted by bucket; those in one bucket keep their order."""
     bucket_of = {p.index: bucket.index for bucket in buckets for p in bucket.parameters}
     return tuple(sorted(parameters, key=lambda parameter: bucket_of[parameter.index]))
-
-
-# Where fine buckets end, as fractions of all bytes: finer at both ends, because the first and the
-# last bucket are what cannot be hidden.
-_FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
-
-
-def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
-    """Return small buckets at whose ends a graph is cut while the best buckets are being searched.
-
-    There are about twenty at most, so that cuts stay cheap.
-    """
-    *starts, total = itertools.accumulate((p.num_bytes for p in arrival), initial=0)
-    ends = [end * total for end in _FINE_ENDS]
-    fine = itertools.groupby(
-        zip(arrival, starts, strict=True), lambda pair: bisect.bisect_right(ends, pair[1])
-    )
-    return _number([([parameter for parameter, _ in members], 0) for _, members in fine])
 
 
 class Misplaced(NamedTuple):
@@ -140,27 +124,52 @@ def find_misplaced(
     `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
     how the rest of a bucket is composed changes nothing for a graph that holds `own`.
     """
-    indices = {parameter.index for parameter in own}
-    bucket_of = {index: bucket for bucket, members in enumerate(actual) for index in members}
-    planned_for = {p.index: bucket.index for bucket in planned for p in bucket.parameters}
-    parts = [part for members in actual if (part := indices.intersection(members))]
+    own_indices = {parameter.index for parameter in own}
+    actual_bucket_of: dict[int, int] = {}
+    # What the actual buckets have of `own`, without those that have nothing.
+    actual_parts: list[set[int]] = []
+    for number, indices in enumerate(actual):
+        actual_bucket_of.update(dict.fromkeys(indices, number))
+        part = own_indices.intersection(indices)
+        if part:
+            actual_parts.append(part)
+    planned_bucket_of: dict[int, int] = {}
     for bucket in planned:
-        members = [p for p in bucket.parameters if p.index in indices and p.index in bucket_of]
-        part = parts.pop(0) if members and parts else set()
-        if part != {parameter.index for parameter in members}:
-            outside = [parameter for parameter in members if parameter.index not in part]
-            for first in (*outside, *(p for p in own if p.index in part), *members):
-                if planned_for[first.index] != bucket_of[first.index]:
-                    return Misplaced(first, planned_for[first.index], bucket_of[first.index])
+        for parameter in bucket.parameters:
+            planned_bucket_of[parameter.index] = bucket.index
+
+    # The k-th part that is planned has to be the k-th one that is actual.
+    for bucket in planned:
+        members = [
+            parameter
+            for parameter in bucket.parameters
+            if parameter.index in own_indices and parameter.index in actual_bucket_of
+        ]
+        part = actual_parts.pop(0) if members and actual_parts else set()
+        if part == {parameter.index for parameter in members}:
+            continue
+        # Name first who left the bucket, then who joined it. Where the numbers of both buckets are
+        # equal, only others differ.
+        left = [parameter for parameter in members if parameter.index not in part]
+        joined = [parameter for parameter in own if parameter.index in part]
+        for parameter in (*left, *joined, *members):
+            planned_number = planned_bucket_of[parameter.index]
+            actual_number = actual_bucket_of[parameter.index]
+            if planned_number != actual_number:
+                return Misplaced(parameter, planned_number, actual_number)
     return None
 
 
 def _fill(
     order: Sequence[Parameter], caps_bytes: Sequence[int]
 ) -> list[tuple[list[Parameter], int]]:
-    """Pack parameters in the given order; return the buckets in the order of their closing."""
+    """Pack parameters in the given order; return the buckets in the order of their closing.
+
+    Each comes with the limit that applied.
+    """
     closed: list[tuple[list[Parameter], int]] = []
-    filling: dict[str, list[Parameter]] = {}  # by group, as is what follows
+    # By group: the bucket that is being filled, its size, and how many were closed before it.
+    filling: dict[str, list[Parameter]] = {}
     num_bytes = collections.Counter[str]()
     num_closed = collections.Counter[str]()
     for parameter in order:
@@ -170,7 +179,7 @@ def _fill(
         group = parameter.group
         filling.setdefault(group, []).append(parameter)
         num_bytes[group] += parameter.num_bytes
-        cap = cap_of(caps_bytes, num_closed[group])
+        cap = _cap_of(caps_bytes, num_closed[group])
         if num_bytes[group] >= cap:
             closed.append((filling[group], cap))
             filling[group], num_bytes[group] = [], 0
@@ -179,11 +188,11 @@ def _fill(
     # hash table that puts new keys in front.
     for group, members in reversed(filling.items()):
         if members:
-            closed.append((members, cap_of(caps_bytes, num_closed[group])))
+            closed.append((members, _cap_of(caps_bytes, num_closed[group])))
     return closed
 
 
-def cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
+def _cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
     """The limit of the bucket that follows `num_closed` others of its group."""
     return caps_bytes[min(num_closed, len(caps_bytes) - 1)]
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import PlanError
-from ddpopt.planning import decision, rebucket
+from ddpopt.planning import hint, rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision
 from ddpopt.split import state
@@ -308,9 +308,9 @@ def test_the_hint_is_prepared_for_each_module(one_rank: None) -> None:
     """It is looked for once DDP has timed some steps."""
     for seed in range(2):
         ddp, run = _compile(seed)
-        assert decision._hints.get(ddp) is None
+        assert hint._hints.get(ddp) is None
         run(torch.ones(2, 64)).sum().backward()
-        assert decision._hints.get(ddp) == ""
+        assert hint._hints.get(ddp) == ""
         assert find_subscriber(ddp, rebucket._Accumulation) is not None
 
 

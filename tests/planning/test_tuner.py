@@ -406,7 +406,7 @@ def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP())
     timeout = datetime.timedelta(seconds=8)
     with mock.patch.object(tuning._torch, "group_timeout", return_value=timeout):
-        assert tuning._Tuner(ddp, "auto")._limit_s == 2.0
+        assert tuning._Tuner(ddp, "auto")._longest_meeting_s == 2.0
 
 
 def _train_with(rank: int, kind: str, split: str) -> str:

@@ -32,7 +32,7 @@ from ddpopt.inspection.metrics import source_of
 from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recorder import recording_of
 from ddpopt.inspection.recording import RecordedStep, describe_steps
-from ddpopt.planning import decision, rebucket, tuner
+from ddpopt.planning import hint, rebucket, tuner
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import BucketTimes, Timeline, predict
 from ddpopt.split import state
@@ -303,8 +303,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     hints = [] if measured else [_measured_by_ddp(ddp)]
     if predicted is None and not tuner.is_searching(ddp):
         hints.append(_NOTHING_PREDICTED + ("" if search else _OR_TUNE))
-    if search is None and decision.hint_of(ddp):
-        hints.append(decision.hint_of(ddp))
+    if search is None and hint.hint_of(ddp):
+        hints.append(hint.hint_of(ddp))
     return Explanation(
         model=type(ddp.module).__name__,
         cuts=known.cuts,

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddpopt._values import POSITIVE, POSITIVE_WHOLE, WHOLE, Limits, check_number
 from ddpopt.errors import PlanError
@@ -51,16 +51,30 @@ class Gradient:
             return cls(**content)
 
 
-class Allreduce(NamedTuple):
-    """Gradients that are reduced together, once the gradient at index `last` is ready."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBucket:
+    """The gradients of one allreduce, in the order of arrival.
 
-    gradients: list[Gradient]
+    They are reduced once the profile's gradient at index `last` is ready.
+    """
+
+    gradients: tuple[Gradient, ...]
     last: int
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters, in the order of `gradients`."""
+        return tuple(gradient.name for gradient in self.gradients)
 
     @property
     def num_bytes(self) -> int:
         """Size of its gradients."""
         return sum(gradient.num_bytes for gradient in self.gradients)
+
+    @property
+    def group(self) -> str:
+        """The dtype and device that its gradients share."""
+        return self.gradients[0].group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +130,24 @@ class Profile:
         """Size of all gradients."""
         return sum(gradient.num_bytes for gradient in self.gradients)
 
-    def allreduces(self, sizes: Sequence[int]) -> list[Allreduce]:
-        """The allreduces of buckets, of which the k-th holds the next `sizes[k]` gradients.
+    def buckets_of(self, sizes: Sequence[int]) -> list[PlannedBucket]:
+        """Buckets, in launch order, where the next `sizes[k]` gradients complete together.
 
-        There is one for each group in a bucket, in the order in which groups appear.
+        If they are of several groups, each group is a bucket, in the order in which groups appear.
         """
-        found: list[Allreduce] = []
-        for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+        buckets: list[PlannedBucket] = []
+        start = 0
+        for size in sizes:
+            stop = start + size
             groups: dict[str, list[Gradient]] = {}
             for gradient in self.gradients[start:stop]:
                 groups.setdefault(gradient.group, []).append(gradient)
-            found += [Allreduce(members, stop - 1) for members in groups.values()]
-        return found
+            buckets += [
+                PlannedBucket(gradients=tuple(members), last=stop - 1)
+                for members in groups.values()
+            ]
+            start = stop
+        return buckets
 
     def with_ready_times(self, ready_s: Sequence[float], **changes: Any) -> Profile:
         """The profile with these times for its gradients, and any other changes."""

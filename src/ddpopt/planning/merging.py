@@ -20,7 +20,6 @@ launches alone cost more than can be gained.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ import torch
 
 from ddpopt.planning.costs import AllreduceCost, Profile
 from ddpopt.planning.timeline import predict, ready_times
-from ddpopt.reducer import cap_of
+from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
 
 _ROUNDS = 4  # of planning with the ready times that result from the last plan
 _AS_GOOD = 1.005  # times the best predicted backward
@@ -36,7 +35,7 @@ _REAL_GAIN = 1e-9  # seconds; less is rounding
 
 
 def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
-    """Return how many gradients each bucket holds, in the order of the profile.
+    """How many gradients each of the best buckets holds, in the order of the profile.
 
     They are optimal (see [Note: merging]) if computation and allreduces do not slow each other
     down. If they do, candidates are the optimal buckets for the times at which gradients are ready
@@ -47,12 +46,13 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     if not cost.interference and cost.contention == 1:
         return merge(profile, [gradient.ready_s for gradient in profile.gradients], cost)
     candidates = list(uniform_buckets(profile))
-    beside = dataclasses.replace(cost, s_per_byte=cost.s_per_byte * cost.contention)
-    for slowed in dict.fromkeys((cost, beside)):
-        candidates += _fixed_points(profile, cost, slowed, candidates)
+    # Some allreduces run beside computation, and their bytes take longer, and some do not.
+    beside_cost = dataclasses.replace(cost, s_per_byte=cost.s_per_byte * cost.contention)
+    for assumed_cost in dict.fromkeys((cost, beside_cost)):
+        candidates += _find_fixed_points(profile, cost, assumed_cost, candidates)
 
     def largest_bytes(sizes: Sequence[int]) -> int:
-        return max(allreduce.num_bytes for allreduce in profile.allreduces(sizes))
+        return max(bucket.num_bytes for bucket in profile.buckets_of(sizes))
 
     times_s = {sizes: predict(profile, sizes, cost).backward_s for sizes in candidates}
     enough_s = min(times_s.values()) * _AS_GOOD
@@ -60,44 +60,58 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))
 
 
-def _fixed_points(
-    profile: Profile, cost: AllreduceCost, slowed: AllreduceCost, known: Collection[tuple[int, ...]]
+def _find_fixed_points(
+    profile: Profile,
+    cost: AllreduceCost,
+    assumed_cost: AllreduceCost,
+    known: Collection[tuple[int, ...]],
 ) -> list[tuple[int, ...]]:
-    """Return plans, each of them the best for the ready times under the previous one."""
-    found: list[tuple[int, ...]] = []
+    """Sizes that are not `known`, each of them the best for the ready times under the ones before.
+
+    They are merged for allreduces that take the `assumed_cost`.
+    """
+    candidates: list[tuple[int, ...]] = []
     ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]
     for _ in range(_ROUNDS):
-        sizes = merge(profile, ready_s, slowed)
-        if sizes in known or sizes in found:
+        sizes = merge(profile, ready_s, assumed_cost)
+        if sizes in known or sizes in candidates:
             break
-        found.append(sizes)
+        candidates.append(sizes)
         ready_s = ready_times(profile, sizes, cost)
-    return found
+    return candidates
 
 
 def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tuple[int, ...]:
     """The buckets that minimise the objective of [Note: merging]."""
-    num_bytes = [0, *(gradient.num_bytes for gradient in profile.gradients)]
+    num_bytes = [0] + [gradient.num_bytes for gradient in profile.gradients]
     problem = _Problem(
         ready=torch.tensor(ready_s, dtype=torch.float64),
         sent=torch.tensor(num_bytes, dtype=torch.float64).cumsum(0) * cost.s_per_byte,
         startup_s=cost.startup_s,
     )
-    # Without buckets only nothing can be reduced, which is done at 0.
-    layers = [torch.full_like(problem.sent, torch.inf).index_fill(0, torch.tensor(0), 0.0)]
+    # F(0, .): without buckets only nothing can be reduced, which is done at 0.
+    no_buckets = torch.full_like(problem.sent, torch.inf)
+    no_buckets[0] = 0.0
+    layers = [no_buckets]
+    # The objective with one bucket, two, and so on.
     values: list[float] = []
-    cut_s = profile.cut_s + cost.launch_s
-    first_s = ready_s[0] + cost.seconds(profile.num_bytes)
-    least = max(first_s, ready_s[-1] + cost.startup_s)
-    while least + cut_s * len(values) < min(values, default=torch.inf):
+    between_s = profile.cut_s + cost.launch_s
+
+    # No number of buckets can end earlier than this, without cuts and launches.
+    bound_s = max(ready_s[0] + cost.seconds(profile.num_bytes), ready_s[-1] + cost.startup_s)
+    while bound_s + between_s * len(values) < min(values, default=torch.inf):
         layer = problem.next_layer(layers[-1])
         if not bool((layer < layers[-1] - _REAL_GAIN).any()):
             break
         layers.append(layer)
-        values.append(float(layer[-1]) + cut_s * len(values))
-    enough = min(values) + _REAL_GAIN
-    best = next(k for k, value in enumerate(values, start=1) if value <= enough)
-    return _as_formed(profile, problem.trace_back(layers[: best + 1]))
+        values.append(float(layer[-1]) + between_s * len(values))
+
+    # The fewest buckets among those that are best.
+    enough_s = min(values) + _REAL_GAIN
+    num_buckets = 1
+    while values[num_buckets - 1] > enough_s:
+        num_buckets += 1
+    return _as_formed(profile, problem.trace_back(layers[: num_buckets + 1]))
 
 
 class _Problem(NamedTuple):
@@ -108,8 +122,10 @@ class _Problem(NamedTuple):
     startup_s: float
 
     def next_layer(self, before: torch.Tensor) -> torch.Tensor:
-        """Return F(k, .), given F(k - 1, .)."""
-        last = torch.arange(len(self.ready))  # j = i - 1, the largest there is for each i
+        """F(k, .), given F(k - 1, .)."""
+        # For each i at once. The largest j there is: i - 1.
+        last = torch.arange(len(self.ready))
+        # The last j of which the bucket before is done when gradient i is ready.
         done = torch.searchsorted(before, self.ready, right=True).sub_(1).minimum(last)
         at_once = self.ready - self.sent[done]
         queued = _window_minima(before - self.sent, done + 1, last)
@@ -153,10 +169,14 @@ def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
     They differ in gradients without elements alone: the Reducer closes a bucket when it is full, so
     those that follow go to the next one.
     """
-    ends = itertools.accumulate(sizes)
-    parts = (profile.gradients[end - size : end] for end, size in zip(ends, sizes, strict=True))
-    caps_bytes = [sum(gradient.num_bytes for gradient in part) for part in parts]
-    return buckets_of_caps(profile, [cap for cap in caps_bytes if cap] or [1])
+    caps_bytes: list[int] = []
+    start = 0
+    for size in sizes:
+        num_bytes = sum(gradient.num_bytes for gradient in profile.gradients[start : start + size])
+        if num_bytes:
+            caps_bytes.append(num_bytes)
+        start += size
+    return buckets_of_caps(profile, caps_bytes or [1])
 
 
 def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
@@ -172,11 +192,9 @@ def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, .
 
     The k-th cap is for the k-th bucket, the last one for all further ones.
     """
-    sizes: list[int] = []
-    count = num_bytes = 0
-    for gradient in profile.gradients:
-        count, num_bytes = count + 1, num_bytes + gradient.num_bytes
-        if num_bytes >= cap_of(caps_bytes, len(sizes)):
-            sizes.append(count)
-            count = num_bytes = 0
-    return tuple([*sizes, count] if count else sizes)
+    arrival = [
+        Parameter(index=index, name=gradient.name, num_bytes=gradient.num_bytes, group="")
+        for index, gradient in enumerate(profile.gradients)
+    ]
+    rules = ReducerRules(caps_bytes=tuple(caps_bytes), is_rebuilt=True)
+    return tuple(len(bucket.parameters) for bucket in predict_buckets(arrival, rules))

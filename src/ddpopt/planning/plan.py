@@ -28,6 +28,7 @@ from ddpopt.planning.costs import (
     AllreduceCost,
     Device,
     Network,
+    PlannedBucket,
     Profile,
     check_keys,
     naming,
@@ -44,15 +45,6 @@ DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
 _NUM_STEPS = 5  # that are timed
 # What an additional section of backward costs: benchmarks/cost/overhead.py measured 40 us.
 _CUT_S = 50e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBucket:
-    """The gradients of one allreduce, by parameter name, in the order of arrival."""
-
-    parameters: tuple[str, ...]
-    num_bytes: int
-    group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +80,7 @@ class BucketPlan:
     @functools.cached_property
     def buckets(self) -> tuple[PlannedBucket, ...]:
         """The buckets in the order of their launch."""
-        return tuple(
-            PlannedBucket(
-                parameters=tuple(gradient.name for gradient in allreduce.gradients),
-                num_bytes=allreduce.num_bytes,
-                group=allreduce.gradients[0].group,
-            )
-            for allreduce in self.profile.allreduces(self.sizes)
-        )
+        return tuple(self.profile.buckets_of(self.sizes))
 
     @property
     def caps_bytes(self) -> tuple[int, ...]:

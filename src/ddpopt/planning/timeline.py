@@ -71,12 +71,17 @@ def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str
         (
             f"{bucket.index}",
             format_bytes(bucket.num_bytes),
-            *map(format_ms, (bucket.ready_s, bucket.launched_s, bucket.finished_s)),
+            format_ms(bucket.ready_s),
+            format_ms(bucket.launched_s),
+            format_ms(bucket.finished_s),
             text,
         )
         for bucket, text in zip(buckets, texts, strict=True)
     ]
     return table(("bucket", "size", "ready ms", "launch", "finish", title), rows)
+
+
+# ---- Prediction ----------------------------------------------------------------------------------
 
 
 def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> Timeline:
@@ -85,41 +90,57 @@ def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) 
     `bucket_sizes` says how many gradients, in the profile's order, each bucket holds; if a bucket
     has gradients of several groups, each group is an allreduce of its own.
     """
-    reached, buckets = _run_backward(profile, bucket_sizes, cost)
+    backward = _run_backward(profile, bucket_sizes, cost)
     alone_s = profile.forward_s + profile.between_s + profile.backward_s + profile.after_s
+    reduced_s = backward.buckets[-1].finished_s
+    assert reduced_s is not None, "a prediction knows when each bucket is reduced"
     return Timeline(
         forward_s=profile.forward_s,
-        computed_s=reached[-1],
-        backward_s=max(reached[-1], buckets[-1].finished_s or 0.0) + profile.after_s,
+        computed_s=backward.computed_s,
+        backward_s=max(backward.computed_s, reduced_s) + profile.after_s,
         between_s=profile.between_s,
         alone_s=alone_s,
-        communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in buckets),
+        communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in backward.buckets),
         bound_s=max(alone_s, cost.seconds(profile.num_bytes)),
-        buckets=tuple(buckets),
+        buckets=backward.buckets,
     )
 
 
 def ready_times(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
-    """Return when each gradient is ready while allreduces of these buckets run alongside."""
-    return _run_backward(profile, bucket_sizes, cost)[0][:-1]
+    """When each gradient is ready while allreduces of these buckets run alongside."""
+    return _run_backward(profile, bucket_sizes, cost).ready_s
 
 
-def _run_backward(
-    profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost
-) -> tuple[list[float], list[BucketTimes]]:
-    """Return when each gradient is ready and, at the end, when computation ends; and buckets."""
-    queue = profile.allreduces(bucket_sizes)
-    cuts = [k for k, size in enumerate(bucket_sizes) for _ in range(size)]
-    # Each gradient, and the end of backward, is a goal: the computation done by then, in seconds.
-    cut_s = profile.cut_s + cost.launch_s
-    goals = [g.ready_s + k * cut_s for g, k in zip(profile.gradients, cuts, strict=True)]
-    goals.append(profile.backward_s + cuts[-1] * cut_s)
-    transfers = [_Transfer(each.num_bytes, each.last + 1) for each in queue]
+class _Backward(NamedTuple):
+    """A simulated backward: when each gradient is ready, and when all is computed; its buckets."""
+
+    ready_s: list[float]
+    computed_s: float
+    buckets: tuple[BucketTimes, ...]
+
+
+def _run_backward(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> _Backward:
+    # Between two buckets backward is cut, and an allreduce is launched. Both cost computation, so
+    # that what follows k of them is ready later by k times that.
+    between_s = profile.cut_s + cost.launch_s
+    goals: list[float] = []
+    num_buckets_before = 0
+    for size in bucket_sizes:
+        members = profile.gradients[len(goals) : len(goals) + size]
+        goals += [gradient.ready_s + num_buckets_before * between_s for gradient in members]
+        num_buckets_before += 1
+    goals.append(profile.backward_s + (num_buckets_before - 1) * between_s)
+
+    planned = profile.buckets_of(bucket_sizes)
+    transfers = [_Transfer(bucket.num_bytes, bucket.last + 1) for bucket in planned]
     reached, spans = _run(goals, transfers, cost)
-    return reached, [
-        BucketTimes(index, each.num_bytes, reached[each.last], *span)
-        for index, (each, span) in enumerate(zip(queue, spans, strict=True))
-    ]
+
+    buckets: list[BucketTimes] = []
+    for index, bucket in enumerate(planned):
+        launched_s, finished_s = spans[index]
+        ready_s = reached[bucket.last]
+        buckets.append(BucketTimes(index, bucket.num_bytes, ready_s, launched_s, finished_s))
+    return _Backward(reached[:-1], reached[-1], tuple(buckets))
 
 
 class _Transfer(NamedTuple):
@@ -134,23 +155,31 @@ def _run(
 ) -> tuple[list[float], list[tuple[float, float]]]:
     """Simulate computation and communication side by side, from event to event.
 
-    A goal is the computation, in seconds, that is done when it is reached. Return when each goal is
-    reached, and when each transfer begins and ends.
+    A goal is the computation, in seconds, that is done when it is reached. Transfers run one after
+    another. Return when each goal is reached, and when each transfer begins and ends.
     """
-    now_s = done_s = launched_s = 0.0
-    phases: list[float] = []  # what is left of a transfer, in seconds: its bytes, its start-up
+    now_s = 0.0
+    done_s = 0.0  # of the computation
+    # What is left of the running transfer, in seconds: its bytes, and behind them its start-up,
+    # which comes first. Empty if none is running.
+    phases: list[float] = []
+    launched_s = 0.0
     reached: list[float] = []
     spans: list[tuple[float, float]] = []
     while len(reached) < len(goals) or len(spans) < len(transfers):
         if not phases and len(spans) < len(transfers):
-            following = transfers[len(spans)]
-            if len(reached) >= following.num_goals:
+            next_transfer = transfers[len(spans)]
+            if len(reached) >= next_transfer.num_goals:
                 launched_s = now_s
-                phases = [cost.s_per_byte * following.num_bytes, cost.startup_s]
+                phases = [cost.s_per_byte * next_transfer.num_bytes, cost.startup_s]
+
+        # Only while bytes move do the two slow each other down.
         is_computing = len(reached) < len(goals)
         is_moving = len(phases) == 1
         speed = 1 - cost.interference if is_moving else 1.0
         slowness = cost.contention if is_moving and is_computing else 1.0
+
+        # Go on to the next event: a goal is reached, or a phase of the transfer ends, or both.
         compute_s = (goals[len(reached)] - done_s) / speed if is_computing else math.inf
         transfer_s = phases[-1] * slowness if phases else math.inf
         step_s = min(compute_s, transfer_s)
@@ -169,32 +198,42 @@ def _run(
     return reached, spans
 
 
+# ---- Its inverse ---------------------------------------------------------------------------------
+
+
 def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
-    """Return measured times of gradients as they would be if no allreduce had run meanwhile.
+    """Measured times of gradients as they would be if no allreduce had run meanwhile.
 
     `profile` has the measured times, and `bucket_sizes` the buckets of the measured run. This is
     the inverse of `ready_times`.
     """
     ready_s = [gradient.ready_s for gradient in profile.gradients]
-    queue = profile.allreduces(bucket_sizes)
-    ends = [allreduce.last for allreduce in queue]
-    busy: list[tuple[float, float]] = []
-    for allreduce in queue:
-        free_s = busy[-1][1] if busy else 0.0
-        moving_s = max(ready_s[allreduce.last], free_s) + cost.startup_s
-        left_s = cost.s_per_byte * allreduce.num_bytes
-        beside_s = min(left_s, max(0.0, ready_s[-1] - moving_s) / cost.contention)
-        busy.append((moving_s, moving_s + beside_s * cost.contention + left_s - beside_s))
+    buckets = profile.buckets_of(bucket_sizes)
+
+    # When the bytes of each bucket moved: from behind the start-up to the end.
+    moving: list[tuple[float, float]] = []
+    for bucket in buckets:
+        previous_end_s = moving[-1][1] if moving else 0.0
+        begin_s = max(ready_s[bucket.last], previous_end_s) + cost.startup_s
+        # What of it runs beside computation takes longer.
+        alone_s = cost.s_per_byte * bucket.num_bytes
+        beside_s = min(alone_s, max(0.0, ready_s[-1] - begin_s) / cost.contention)
+        moving.append((begin_s, begin_s + beside_s * cost.contention + alone_s - beside_s))
+
+    # Take from each gradient's time what computation lost to allreduces before it.
     result: list[float] = []
+    last_indices = [bucket.last for bucket in buckets]
     lost_s = 0.0  # to the allreduces that have ended
-    passed = 0
+    num_ended = 0
     for at_s in ready_s:
-        while passed < len(busy) and busy[passed][1] <= at_s:
-            lost_s += (busy[passed][1] - busy[passed][0]) * cost.interference
-            passed += 1
-        running_s = max(0.0, at_s - busy[passed][0]) if passed < len(busy) else 0.0
-        launched = bisect.bisect_left(ends, len(result))
-        alone_s = at_s - lost_s - running_s * cost.interference - launched * cost.launch_s
+        while num_ended < len(moving) and moving[num_ended][1] <= at_s:
+            begin_s, end_s = moving[num_ended]
+            lost_s += (end_s - begin_s) * cost.interference
+            num_ended += 1
+        running_s = max(0.0, at_s - moving[num_ended][0]) if num_ended < len(moving) else 0.0
+        num_launched = bisect.bisect_left(last_indices, len(result))
+        lost_here_s = lost_s + running_s * cost.interference + num_launched * cost.launch_s
         # Some of the gradients that arrived together may have been ready before a launch.
-        result.append(max([alone_s, *result[-1:], 0.0]))
+        earliest_s = result[-1] if result else 0.0
+        result.append(max(at_s - lost_here_s, earliest_s, 0.0))
     return result

@@ -44,10 +44,15 @@ from ddpopt.split import state
 from ddpopt.steps.clock import device_of
 from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
 
-_MEETING_S = 30.0  # at most, for ranks to wait for each other
-_MOST_IDLE = 100  # forwards with gradients after which it is said that no step has ended
-_PART_OF_TIMEOUT = 0.25  # of the process group's: others wait in a collective meanwhile
-_CHANCES = 8  # backwards after which no gradient may be pending; a loop is the same in each
+# How long ranks wait for each other at most: in seconds, and as a part of the process group's
+# timeout, since others wait in a collective meanwhile.
+_LONGEST_MEETING_S = 30.0
+_PART_OF_TIMEOUT = 0.25
+# Backwards after which ranks try to meet: a loop in which gradients are pending behind each of the
+# first few has them pending behind each.
+_NUM_TRIES = 8
+# Forwards with gradients after which it is said that no step has ended.
+_MOST_IDLE = 100
 
 
 class _Stage(NamedTuple):
@@ -62,7 +67,6 @@ class _Stage(NamedTuple):
 _SEARCH = _Stage("looking for better buckets", 3, 8)
 _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
-
 
 _UNREDUCED = (
     "when a forward begins, a backward has run that reduced nothing, after the last one that did; "
@@ -116,31 +120,40 @@ def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel)
 
 
 class _Tuner(Subscriber):
-    """See [Note: tuning]. `best` is the best plan that was found, or the one from the file."""
+    """One module's way to other buckets; see [Note: tuning].
+
+    Read `before_forward` first: it is called with each forward of the module, counts steps, and
+    leads to a meeting of ranks, which ends a stage in `_conclude`.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, source: str) -> None:
+        # "auto", or the path of a plan.
         self.source = source
+        # The best plan that was found, or the one from the file.
         self.best: BucketPlan | None = None
+        # What all ranks know of the stages that are over.
         self._outcome = ""
+        # None when all is over.
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
+        # Of this stage, from its first forward on.
         self._stopwatch: Stopwatch | None = None
-        self._joint_decision: JointDecision | None = None
-        self._done: tuple[_Stage | None, int] = (None, 0)  # the stage, and how many of its steps
-        self._num_idle = 0  # forwards with gradients since then
-        self._most_idle, self._is_warned = _MOST_IDLE, False
-        self._num_missed = 0  # chances of this stage
-        self._limit_s = _MEETING_S
-        # With the buckets before a change: what all ranks measured, and the buckets' limits.
-        self._before: Sequence[Measured] = ()
-        self._caps_before: Sequence[int] = ()
-        self._gain = 0.0
+        # The meeting that this rank has announced.
+        self._meeting: JointDecision | None = None
+        # How often ranks of this stage have met, and were refused for now.
+        self._num_refused = 0
+        self._idle = _IdleForwards()
+        # During the comparison: what it is to be compared with.
+        self._change: _Change | None = None
+
         if self._stage is _GIVEN:
             self.best = _load(ddp, source)
+        self._longest_meeting_s = _LONGEST_MEETING_S
+        # Find out first whether anything can be changed or gained at all.
         group = ddp.process_group
-        try:  # find out whether anything can be changed or gained at all
+        try:
             _torch.check_names_for_tuning(ddp)
             timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
-            self._limit_s = min(_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
+            self._longest_meeting_s = min(_LONGEST_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
             obstacle = _find_lasting_obstacle(ddp, source)
         except TorchDriftError as error:
             obstacle = str(error)
@@ -156,38 +169,8 @@ class _Tuner(Subscriber):
 
     @property
     def outcome(self) -> str:
-        """The result so far, and the progress."""
-        return "\n".join(filter(None, [self._outcome, self._progress()]))
-
-    def _progress(self) -> str:
-        """How far the present stage is, and what to do if it does not get on."""
-        if self._stage is None:
-            return ""
-        done = self._stopwatch.num_backwards if self._stopwatch else 0
-        text = f"{self._stage.title}: {done} of {self._stage.num_backwards} steps"
-        if self._num_idle >= self._most_idle:
-            text += (
-                f"; gradients were reduced after none of the last {self._num_idle} forwards: "
-                "unless they are still accumulated, call backward() on what a forward outside of "
-                f"no_sync returns, or leave out buckets={self.source!r}"
-            )
-        return text
-
-    def _watch_progress(self, ddp: DistributedDataParallel) -> None:
-        """Warn once if no step ends; the search stays open, as ranks can only end it together."""
-        if not torch.is_grad_enabled():
-            return
-        done = (self._stage, self._stopwatch.num_backwards if self._stopwatch else 0)
-        if done != self._done:
-            # Steps may be longer than that: of many forwards whose gradients accumulate.
-            self._most_idle = max(self._most_idle, 2 * self._num_idle)
-            self._done, self._num_idle = done, 0
-            return
-        self._num_idle += 1
-        if self._num_idle == self._most_idle and not self._is_warned:
-            self._is_warned = True
-            log = _logs.info if state.is_copy(ddp) else _logs.warning
-            log("%s", self._progress())
+        """The result so far, and how far the present stage is."""
+        return "\n".join(filter(None, [self._outcome, self._describe_progress()]))
 
     def prepare_cuts(self, ddp: DistributedDataParallel, *, is_provisional: bool) -> None:
         """Make graphs be cut for any buckets during a search, or for the given ones to come."""
@@ -196,28 +179,37 @@ class _Tuner(Subscriber):
         elif self._stage is _GIVEN and self.best is not None:
             state.get(ddp).expect_buckets(rebucket.indices_of(ddp, self.best))
 
+    # ---- Counting steps ----------------------------------------------------------------------
+
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        if self._stage is None:
+        stage = self._stage
+        if stage is None:
             unsubscribe(ddp, _Tuner)
             return
-        self._watch_progress(ddp)
+        self._warn_if_idle(ddp)
+
         is_communicating = will_communicate(ddp)
         if is_communicating:
-            stopwatch = self._begin_step(ddp, self._stage)
+            stopwatch = self._begin_step(ddp, stage)
         elif self._stopwatch is not None:
             stopwatch = self._stopwatch
             stopwatch.skip_forward()
         else:
-            return
-        num_backwards = stopwatch.num_backwards - self._num_missed
-        if self._joint_decision is None:
-            if is_communicating and num_backwards == self._stage.num_backwards - 1:
-                self._announce(ddp, self._stage, stopwatch)
-        elif num_backwards == self._stage.num_backwards:
-            # The first backward of a static graph has to reduce gradients, or DDP raises.
+            return  # an evaluation before the first step
+
+        # A meeting is announced one backward ahead, in a forward that leads to it on all ranks,
+        # and held before the first forward that follows it.
+        last_backward = stage.num_backwards + self._num_refused
+        if self._meeting is None:
+            if is_communicating and stopwatch.num_backwards == last_backward - 1:
+                self._announce(ddp, stage, stopwatch)
+        elif stopwatch.num_backwards == last_backward:
+            # A new Reducer knows nothing of what is accumulated before it. So an accumulating
+            # forward is early enough, except with a static graph: its first backward has to reduce
+            # gradients, or DDP raises.
             is_accumulating = torch.is_grad_enabled() and not ddp.static_graph
             if is_communicating or is_accumulating:
-                self._meet(ddp, self._stage, stopwatch)
+                self._meet(ddp, stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if self._stage is not None and will_communicate(ddp):
@@ -230,47 +222,83 @@ class _Tuner(Subscriber):
         self._stopwatch.begin_forward()
         return self._stopwatch
 
+    @property
+    def _num_backwards(self) -> int:
+        """How many steps of the present stage have ended."""
+        return self._stopwatch.num_backwards if self._stopwatch else 0
+
+    def _warn_if_idle(self, ddp: DistributedDataParallel) -> None:
+        """Warn once if no step ends; the search stays open, as ranks can only end it together."""
+        if torch.is_grad_enabled() and self._idle.count(self._stage, self._num_backwards):
+            log = _logs.info if state.is_copy(ddp) else _logs.warning
+            log("%s", self._describe_progress())
+
+    def _describe_progress(self) -> str:
+        """How far the present stage is, and what to do if it does not get on."""
+        if self._stage is None:
+            return ""
+        text = f"{self._stage.title}: {self._num_backwards} of {self._stage.num_backwards} steps"
+        if self._idle.are_many:
+            text += (
+                f"; gradients were reduced after none of the last {self._idle.num} forwards: "
+                "unless they are still accumulated, call backward() on what a forward outside of "
+                f"no_sync returns, or leave out buckets={self.source!r}"
+            )
+        return text
+
+    # ---- Meeting the other ranks -------------------------------------------------------------
+
     def _announce(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
-        """Begin a meeting: it ends before the forward that follows the next backward."""
+        """Tell the other ranks that this one comes to the meeting after the next backward."""
         try:
-            # Ranks that were refused for now meet again.
-            key = f"{stopwatch.key}/{self._num_missed}"
-            self._joint_decision = JointDecision(ddp.process_group, stage.title, key, self._limit_s)
+            # Ranks that were refused for now meet again, under another key.
+            key = f"{stopwatch.key}/{self._num_refused}"
+            self._meeting = JointDecision(
+                ddp.process_group, stage.title, key, self._longest_meeting_s
+            )
         except PeerError as error:
             self._end_stage(ddp, stopwatch)
             self._give_up(ddp, stage, str(error))
 
-    def _end_stage(self, ddp: DistributedDataParallel, stopwatch: Stopwatch) -> None:
-        stopwatch.stop()
-        self._stopwatch = self._joint_decision = self._stage = None
-        self._num_missed = 0
-        state.get(ddp).end_search()
-
     def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
-        assert self._joint_decision is not None
-        expected = (None, self.best if stage is _COMPARISON else None)
-        obstacle, is_for_now = _find_obstacle(ddp, expected, self.source), False
+        """Go on with all ranks, or with none; or try again after the next backward."""
+        assert self._meeting is not None, "it was announced before the last backward"
+        planned = self.best if stage is _COMPARISON else None
+        obstacle, is_for_now = _find_obstacle(ddp, planned, self.source), False
         if not obstacle:
             obstacle = _UNREDUCED if stopwatch.has_unreduced else rebucket.find_pending(ddp)
             is_for_now = bool(obstacle)
-        refusal = self._joint_decision.decide(obstacle, is_for_now=is_for_now)
-        if refusal is not None and refusal.is_for_now and self._num_missed + 1 < _CHANCES:
-            self._num_missed += 1
+        refusal = self._meeting.decide(obstacle, is_for_now=is_for_now)
+        if refusal is None:
+            self._end_stage(ddp, stopwatch)
+            self._conclude(ddp, stage, stopwatch)
+        elif refusal.is_for_now and self._num_refused + 1 < _NUM_TRIES:
+            self._num_refused += 1
             self._announce(ddp, stage, stopwatch)
-            return
-        self._end_stage(ddp, stopwatch)
-        if refusal is not None:
-            again = f" (so in each of {_CHANCES} steps)" if refusal.is_for_now else ""
-            self._give_up(ddp, stage, f"{refusal.reason}{again}")
-        elif stage is _COMPARISON:
-            self._judge(ddp, stopwatch.measured())
-        elif stage is _GIVEN:
-            self._take_given(ddp)
         else:
+            self._end_stage(ddp, stopwatch)
+            again = f" (so in each of {_NUM_TRIES} steps)" if refusal.is_for_now else ""
+            self._give_up(ddp, stage, f"{refusal.reason}{again}")
+
+    def _end_stage(self, ddp: DistributedDataParallel, stopwatch: Stopwatch) -> None:
+        stopwatch.stop()
+        self._stage = self._stopwatch = self._meeting = None
+        self._num_refused = 0
+        state.get(ddp).end_search()
+
+    # ---- What follows, on all ranks at the same place ---------------------------------------
+
+    def _conclude(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
+        if stage is _GIVEN:
+            self._take_given(ddp)
+        elif stage is _SEARCH:
             self._decide(ddp, stopwatch.measured())
+        else:
+            self._judge(ddp, stopwatch.measured())
 
     def _take_given(self, ddp: DistributedDataParallel) -> None:
-        assert self.best is not None
+        """Apply the plan of the file."""
+        assert self.best is not None, "the file was read when the tuner was made"
         rebucket.agree(ddp, self.best)
         rebucket.apply(ddp, self.best)
         _begin_forward(ddp)
@@ -281,43 +309,45 @@ class _Tuner(Subscriber):
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         cost = calibrate(ddp.process_group, device_of(ddp))
-        gathered = all_gather_object(ddp, measured, _SEARCH.title)
-        decided = decide_on_rank_0(
+        measured_by_rank = all_gather_object(ddp, measured, _SEARCH.title)
+        decision = decide_on_rank_0(
             ddp,
             _SEARCH.title,
-            lambda: decide(ddp, gathered, cost),
+            lambda: decide(ddp, measured_by_rank, cost),
             lambda error: Decision(f"{STAY}: planning raised {error!r}"),
         )
-        self.best = BucketPlan.from_json(decided.plan) if decided.plan else None
-        if self.best is None or not decided.is_better:
-            self._report(ddp, decided.text)
+        self.best = BucketPlan.from_json(decision.plan) if decision.plan else None
+        if self.best is None or not decision.is_better:
+            self._report(ddp, decision.text)
             return
         try:
             rebucket.agree(ddp, self.best)
         except PlanError as error:
             self._refuse(ddp, str(error))
             return
-        self._report(ddp, decided.text)
-        self._before, self._caps_before = gathered, _torch.reducer_caps(ddp)
-        self._gain = decided.gain
+        self._report(ddp, decision.text)
+        self._change = _Change(measured_by_rank, _torch.reducer_caps(ddp), decision.gain)
         rebucket.apply(ddp, self.best)
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
     def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Undo the change if iterations did not get shorter."""
-        after = all_gather_object(ddp, measured, _COMPARISON.title)
-        before, self._before = self._before, ()  # of all ranks: large
+        change, self._change = self._change, None
+        assert change is not None, "buckets were changed before the comparison"
+        measured_by_rank = all_gather_object(ddp, measured, _COMPARISON.title)
         verdict = decide_on_rank_0(
             ddp,
             _COMPARISON.title,
-            lambda: judge(before, after, self._gain),
+            lambda: judge(change.measured_before, measured_by_rank, change.predicted_gain),
             lambda error: Verdict(f"what came of it is not known: comparing raised {error!r}"),
         )
         self._report(ddp, verdict.text)
         if verdict.is_worse:
-            rebucket.take_back(ddp, before[0].buckets, self._caps_before)
+            rebucket.take_back(ddp, change.measured_before[0].buckets, change.caps_bytes_before)
             _begin_with_new_reducer(ddp)
+
+    # ---- What users read ---------------------------------------------------------------------
 
     def _report(self, ddp: DistributedDataParallel, news: str) -> None:
         """Note what all ranks know, and log it on rank 0."""
@@ -329,9 +359,11 @@ class _Tuner(Subscriber):
         self._outcome = "\n".join(filter(None, [self._outcome, news]))
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
+        """End without what this stage was for."""
         self._stage = None
         if stage is _COMPARISON:  # the buckets have changed, and stay that way
-            self._note(news := f"what came of it is not known: {problem}")
+            news = f"what came of it is not known: {problem}"
+            self._note(news)
             _logs.info("%s", news)
         else:
             self._refuse(ddp, problem)
@@ -341,6 +373,43 @@ class _Tuner(Subscriber):
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
         log("buckets=%r changes nothing: %s", self.source, self._outcome)
+
+
+class _Change(NamedTuple):
+    """A change of buckets that is to be judged: what there was before, and what was predicted."""
+
+    # By rank: large, so it is dropped with the verdict.
+    measured_before: Sequence[Measured]
+    caps_bytes_before: Sequence[int]
+    # The part of an iteration that the change should save.
+    predicted_gain: float
+
+
+class _IdleForwards:
+    """Forwards with gradients since the last step that ended."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._limit = _MOST_IDLE
+        self._progress: object = None
+        self._is_told = False
+
+    @property
+    def are_many(self) -> bool:
+        return self.num >= self._limit
+
+    def count(self, *progress: object) -> bool:
+        """Count a forward, with whatever changes when a step ends; return whether to warn now."""
+        if progress != self._progress:
+            # A step may be longer than the limit: of many forwards whose gradients accumulate.
+            self._limit = max(self._limit, 2 * self.num)
+            self._progress, self.num = progress, 0
+            return False
+        self.num += 1
+        if self.num == self._limit and not self._is_told:
+            self._is_told = True
+            return True
+        return False
 
 
 # A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
@@ -372,16 +441,17 @@ def _find_lasting_obstacle(ddp: DistributedDataParallel, source: str) -> str:
     return rebucket.find_lasting_obstacle(ddp)
 
 
-def _find_obstacle(
-    ddp: DistributedDataParallel, expected: Sequence[BucketPlan | None], source: str
-) -> str:
-    """Say why this rank cannot go on; "" if it can. One of the `expected` plans is in force."""
+def _find_obstacle(ddp: DistributedDataParallel, planned: BucketPlan | None, source: str) -> str:
+    """Say why this rank cannot go on; "" if it can.
+
+    Buckets have to be those that the tuner has left: DDP's own, or the `planned` ones.
+    """
     if of(ddp) is None:
         return (
             f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
             "since"
         )
-    if rebucket.plan_of(ddp) not in expected:
+    if rebucket.plan_of(ddp) not in (None, planned):
         return "ddpopt.rebucket has changed them"
     return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
 

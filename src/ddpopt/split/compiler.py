@@ -38,7 +38,6 @@ from ddpopt.errors import NotCutError, Reason, TorchDriftError
 from ddpopt.options import Options
 from ddpopt.reducer import (
     Bucket,
-    fine_buckets,
     in_launch_order,
     known_buckets,
     predict_buckets,
@@ -85,7 +84,11 @@ from ddpopt.split.nodes import (
 )
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
-from ddpopt.split.sections import choose_backward_sections, choose_forward_sections
+from ddpopt.split.sections import (
+    choose_backward_sections,
+    choose_forward_sections,
+    fine_buckets,
+)
 from ddpopt.steps.sections import Label, report_runs
 
 

@@ -31,6 +31,30 @@ from ddpopt.reducer import Bucket, Parameter
 from ddpopt.split.cut import Section, make_sections, parts_of_buckets
 from ddpopt.split.facts import BackwardFacts, ForwardFacts, Tie
 
+# Where fine buckets end, as fractions of all bytes: finer at both ends, because the first and the
+# last bucket are what cannot be hidden.
+_FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
+
+
+def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
+    """Small buckets at whose ends a graph is cut while the best buckets are being searched.
+
+    There are about twenty at most, so that cuts stay cheap.
+    """
+    total_bytes = sum(parameter.num_bytes for parameter in arrival)
+    ends_bytes = [fraction * total_bytes for fraction in _FINE_ENDS]
+    # By how many ends lie before a parameter's first byte.
+    members_by_part: dict[int, list[Parameter]] = {}
+    start_bytes = 0
+    for parameter in arrival:
+        part = bisect.bisect_right(ends_bytes, start_bytes)
+        members_by_part.setdefault(part, []).append(parameter)
+        start_bytes += parameter.num_bytes
+    return tuple(
+        Bucket(index=index, parameters=tuple(members), cap_bytes=0)
+        for index, members in enumerate(members_by_part.values())
+    )
+
 
 def _require_two_parts(bucket_parts: Sequence[Sequence[Parameter]]) -> None:
     """Raise NotCutError unless a graph has parts of two buckets.

@@ -1,0 +1,88 @@
+"""With DDP's buckets: a hint where a tenth of an iteration is exposed communication, else none.
+
+The times are given: those that DDP takes here say nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt._torch import LoggedStep
+from ddpopt.planning import hint
+from tests.support.models import MLP, batches, train
+from tests.support.ranks import Ranks
+
+# Forward and backward of 60 ms; 50 of allreduces, of which DDP's buckets hide 5.
+WAITING = LoggedStep(
+    number=0, forward_s=0.02, backward_s=0.04, communication_s=0.05, overlap_s=0.005, num_bytes=0
+)
+HIDDEN = WAITING._replace(communication_s=0.01, overlap_s=0.009)
+
+
+def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
+    """Return what is said in the log and by `explain`, of twelve steps that begin 110 ms apart."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
+    options = {"inner": "aot_eager", **options}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    lines: list[str] = []
+    real = hint._torch.last_logged_step
+    last_s = property(lambda _: 0.11, lambda _, _noted: None)
+    with (
+        mock.patch.object(hint._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch.object(
+            hint._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
+        ),
+        mock.patch.object(hint._Watch, "last_s", last_s, create=True),
+    ):
+        train(ddp, batches(rank, [(4, 64)] * 12), compiled)
+    lines += str(ddpopt.explain(ddp)).splitlines()
+    return [line for line in lines if "looks for buckets" in line]
+
+
+def test_one_line_on_one_rank_and_in_explain_says_how_much_is_exposed(ranks: Ranks) -> None:
+    first, second = ranks.run(_train, WAITING, {})
+    logged, explained = first
+    assert logged == explained
+    assert not second
+    assert logged == (
+        "of an iteration of 110.0 ms, 45.0 are spent waiting for communication; "
+        "options={'buckets': 'auto'} looks for buckets that hide more of it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [(HIDDEN, {}), (WAITING, {"buckets": "auto"}), (WAITING, {"enabled": False})],
+    ids=["hidden", "on already", "switched off"],
+)
+def test_nothing_is_said_otherwise(ranks: Ranks, step: LoggedStep, options: dict[str, Any]) -> None:
+    assert ranks.run(_train, step, options) == [[], []]
+
+
+def _train_without(rank: int, name: str) -> tuple[list[str], int]:
+    """Train where a function of `hint` raises; return what is said of it, and the sections."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    lines: list[str] = []
+    with (
+        mock.patch.object(hint._logs, "info", lambda text, *args: lines.append(text % args)),
+        mock.patch(f"ddpopt.planning.hint.{name}", side_effect=KeyError("lost")),
+    ):
+        train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
+    *_, plan = ddpopt.explain(ddp).cuts
+    return [line for line in lines if "lost" in line], len(plan.sections)
+
+
+@pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])
+def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
+    """One line on rank 0 has it; graphs are split, and training goes on."""
+    (first, sections), (second, _) = ranks.run(_train_without, name)
+    assert first == ["how long iterations wait for communication is not known: KeyError('lost')"]
+    assert not second
+    assert sections > 1
