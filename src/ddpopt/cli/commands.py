@@ -15,7 +15,8 @@ from ddpopt._text import format_ms, write_text
 from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group, torchrun_group
 from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
 from ddpopt.errors import PlanError
-from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.explain import explain
+from ddpopt.inspection.explanation import Explanation
 from ddpopt.options import resolve_options
 from ddpopt.planning.batch import call_model, find_loss
 from ddpopt.planning.calibrate import calibrate

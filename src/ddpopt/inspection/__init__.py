@@ -1,6 +1,6 @@
 """Inspection of what was decided. The core never imports this package."""
 
-from ddpopt.inspection.explain import Explanation
+from ddpopt.inspection.explanation import Explanation
 from ddpopt.inspection.recording import Recording
 
 __all__ = ["Explanation", "Recording"]

@@ -12,7 +12,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs
-from ddpopt.inspection.explain import Explanation, explain
+from ddpopt.inspection.explain import explain
+from ddpopt.inspection.explanation import Explanation
 from ddpopt.inspection.metrics import metrics
 from ddpopt.options import resolve_options
 
