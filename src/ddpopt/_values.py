@@ -34,7 +34,8 @@ def _is_choice(value: str, choice: str) -> bool:
 class Limits:
     """The numbers that a value may be; `str` gives what follows "it must be" in a message.
 
-    NaN is within no limits, and infinity only within `below=None`. A bool is no number.
+    NaN is within no limits, and infinity only within `below=None`. Numbers are Python's own, as JSON
+    has them, and a bool is none.
     """
 
     at_least: float | None = None
@@ -44,7 +45,7 @@ class Limits:
 
     def __contains__(self, number: float) -> bool:
         return (
-            not math.isnan(number)
+            not (isinstance(number, float) and math.isnan(number))
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.below is None or number < self.below)

@@ -179,9 +179,8 @@ def _fill(
         group = parameter.group
         filling.setdefault(group, []).append(parameter)
         num_bytes[group] += parameter.num_bytes
-        cap = _cap_of(caps_bytes, num_closed[group])
-        if num_bytes[group] >= cap:
-            closed.append((filling[group], cap))
+        if is_full(num_bytes[group], caps_bytes, num_closed[group]):
+            closed.append((filling[group], _cap_of(caps_bytes, num_closed[group])))
             filling[group], num_bytes[group] = [], 0
             num_closed[group] += 1
     # Open buckets close in reverse order of their groups' first appearance: the Reducer walks a
@@ -190,6 +189,11 @@ def _fill(
         if members:
             closed.append((members, _cap_of(caps_bytes, num_closed[group])))
     return closed
+
+
+def is_full(num_bytes: int, caps_bytes: Sequence[int], num_closed: int) -> bool:
+    """Whether a bucket of this size is closed, as the one behind `num_closed` others."""
+    return num_bytes >= _cap_of(caps_bytes, num_closed)
 
 
 def _cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:

@@ -25,8 +25,9 @@ def attach(
     """Let `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
 
     First, weights and optimizer states are made equal to rank 0's. Attach between two steps, after
-    loading what all ranks share and before loading what each rank keeps for itself. `ddp_model` is
-    compiled or not; `optimizer` is that of its parameters, or all of theirs.
+    loading model and optimizer, and before the handle's own `load_state_dict`. `ddp_model` is
+    compiled or not; `optimizer` is the one that updates its parameters, or a sequence of all that
+    do.
 
     Raises:
         TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
@@ -56,6 +57,7 @@ def attach(
     require_equal(ddp, check_and_describe, AttachError, remedy)
     with communicating("making weights and optimizers equal on all ranks"):
         _start_equal(training)
+    # `set_up` runs __init__, once it has made what that needs of all ranks.
     handle = algorithm.handle_type.__new__(algorithm.handle_type)
     handle.set_up(training, algorithm, remedy)
     return handle
@@ -112,17 +114,18 @@ def _check_is_alone(training: Training) -> None:
     gc.collect()
     shared = _find_shared(training)
     if shared is not None:
-        name, other = shared
+        parameter_name, module_name = shared
         raise AttachError(
-            f"{name} is also in another DistributedDataParallel({type(other.module).__name__}), "
-            "which would reduce its gradients too; delete that one, or freeze what they share "
-            "before they are made"
+            f"{parameter_name} is also in another DistributedDataParallel({module_name}), which "
+            "would reduce its gradients too; delete that one, or freeze what they share before "
+            "they are made"
         )
 
 
-def _find_shared(training: Training) -> tuple[str, DistributedDataParallel] | None:
-    """The name of a parameter that another live DDP module reduces too, and that module.
+def _find_shared(training: Training) -> tuple[str, str] | None:
+    """The name of a parameter that another live DDP module reduces too, and the module's class.
 
+    Not the module itself: an error's traceback would keep it alive, which users are told to delete.
     A module from which an algorithm was detached is no such one: whoever wraps its model anew, as
     to go on from a checkpoint, may still hold the old handle, and with it the old wrapper.
     """
@@ -134,7 +137,7 @@ def _find_shared(training: Training) -> tuple[str, DistributedDataParallel] | No
             continue
         for tensor in _torch.reducer_parameters(ddp):
             if tensor in training.parameters:
-                return training.parameters[tensor].name, ddp
+                return training.parameters[tensor].name, type(ddp.module).__name__
     return None
 
 

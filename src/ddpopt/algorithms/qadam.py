@@ -56,7 +56,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 raise OptionError(f"{name} is {value}; it must be 0 or more")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
-        # Parameters whose `grad` is their momentum now.
+        # Parameters whose `grad` is their momentum, which `step` has not used yet.
         self._with_momentum: set[torch.Tensor] = set()
         defaults = {
             "lr": lr,
@@ -144,12 +144,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def _update_by_adam(self, parameters: list[Any], group: dict[str, Any]) -> None:
         """Update parameters that are not warm yet, as torch.optim.Adam does."""
+        if any(parameter.grad.is_sparse for parameter in parameters):
+            raise NotImplementedError(
+                "QAdam takes no sparse gradients; make the embedding with sparse=False"
+            )
         gradients, averages, squares, steps = [], [], [], []
         for parameter in parameters:
-            if parameter.grad.is_sparse:
-                raise NotImplementedError(
-                    "QAdam takes no sparse gradients; make the embedding with sparse=False"
-                )
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
@@ -204,7 +204,8 @@ class QAdamHandle(BackgroundHandle):
         # The same for all buckets of the step.
         self._warm = {}
         for optimizer in self.training.optimizers:
-            assert isinstance(optimizer, QAdamOptimizer), "`QAdam.check` has refused others"
+            if not isinstance(optimizer, QAdamOptimizer):
+                continue  # which `QAdam.check` refuses, but a subclass may allow
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if optimizer.is_warm(parameter, group):

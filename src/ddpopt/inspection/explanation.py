@@ -133,11 +133,11 @@ class Explanation:
             attributes: dict[str, Any] = {"bytes": bucket.num_bytes}
             times = bucket.measured or bucket.predicted
             if times is not None:
-                attributes["times"] = "measured" if bucket.measured else "predicted"
                 for name in _TIMES:
                     time_s = getattr(times, name)
                     if time_s is not None:
                         attributes[name] = time_s
+                attributes["times"] = "measured" if bucket.measured else "predicted"
             buckets.append((bucket.actual or bucket.planned, attributes))
         return graph_of_cuts(self.cuts, self.texts, buckets)
 

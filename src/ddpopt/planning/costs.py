@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpopt._values import POSITIVE, POSITIVE_WHOLE, WHOLE, Limits, check_number
+from ddpopt._values import POSITIVE, POSITIVE_WHOLE, Limits, check_number
 from ddpopt.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """A parameter's gradient, ready `ready_s` after backward began if nothing is communicated.
+    """A parameter's gradient, ready `ready_s` after backward began.
 
-    Only gradients of equal `group` (dtype and device) may share a bucket.
+    In a plan that is if nothing is communicated meanwhile; `undisturbed` gets such times from
+    measured ones. Only gradients of equal `group` (dtype and device) may share a bucket.
     """
 
     name: str
@@ -40,7 +41,8 @@ class Gradient:
     def __post_init__(self) -> None:
         _check_text(self, "name", "group")
         # 0 for a parameter without elements.
-        check_number("Gradient.num_bytes", self.num_bytes, WHOLE, PlanError)
+        sizes = Limits(at_least=0, below=_BEYOND, is_whole=True)
+        check_number("Gradient.num_bytes", self.num_bytes, sizes, PlanError)
         _check(self, "ready_s")
 
     @classmethod
@@ -131,7 +133,7 @@ class Profile:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def buckets_of(self, sizes: Sequence[int]) -> list[PlannedBucket]:
-        """Buckets, in launch order, where the next `sizes[k]` gradients complete together.
+        """Buckets in launch order: the next `sizes[k]` gradients, in turn, complete together.
 
         If they are of several groups, each group is a bucket, in the order in which groups appear.
         """
@@ -242,7 +244,7 @@ class Network:
         a scatter and a gather within them.
 
         Raises:
-            PlanError: `world_size` is below 1.
+            PlanError: `world_size` is no whole number, or below 1.
         """
         check_number("world_size", world_size, POSITIVE_WHOLE, PlanError)
         inside = min(self.ranks_per_node, world_size)
@@ -253,12 +255,17 @@ class Network:
             latency = steps * self.node_latency_s
             per_byte = steps / world_size / self.node_bytes_per_s
         elif self.algorithm == "hierarchical":
-            within, between = _steps_of_ring(inside), _steps_of_ring(nodes)
-            latency = within * self.node_latency_s + between * self.latency_s
-            per_byte = within / inside / self.node_bytes_per_s + between / nodes / self.bytes_per_s
+            steps_within, steps_between = _steps_of_ring(inside), _steps_of_ring(nodes)
+            latency = steps_within * self.node_latency_s + steps_between * self.latency_s
+            per_byte = (
+                steps_within / inside / self.node_bytes_per_s
+                + steps_between / nodes / self.bytes_per_s
+            )
         elif self.algorithm == "ring":
-            between = math.ceil(steps / inside)  # of the successive messages
-            latency = between * self.latency_s + (steps - between) * self.node_latency_s
+            # Of the successive messages, one in `inside` goes from a node to the next.
+            steps_between = math.ceil(steps / inside)
+            latency = steps_between * self.latency_s
+            latency += (steps - steps_between) * self.node_latency_s
             per_byte = steps / world_size / slowest
         else:
             within_s = math.ceil(math.log2(inside)) * self.node_latency_s

@@ -27,7 +27,7 @@ import torch
 
 from ddpopt.planning.costs import AllreduceCost, Profile
 from ddpopt.planning.timeline import predict, ready_times
-from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
+from ddpopt.reducer import is_full
 
 _ROUNDS = 4  # of planning with the ready times that result from the last plan
 _AS_GOOD = 1.005  # times the best predicted backward
@@ -49,7 +49,7 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     # Some allreduces run beside computation, and their bytes take longer, and some do not.
     beside_cost = dataclasses.replace(cost, s_per_byte=cost.s_per_byte * cost.contention)
     for assumed_cost in dict.fromkeys((cost, beside_cost)):
-        candidates += _find_fixed_points(profile, cost, assumed_cost, candidates)
+        candidates += _plan_repeatedly(profile, cost, assumed_cost, candidates)
 
     def largest_bytes(sizes: Sequence[int]) -> int:
         return max(bucket.num_bytes for bucket in profile.buckets_of(sizes))
@@ -60,7 +60,7 @@ def best_buckets(profile: Profile, cost: AllreduceCost) -> tuple[int, ...]:
     return min(good, key=lambda sizes: (largest_bytes(sizes), len(sizes)))
 
 
-def _find_fixed_points(
+def _plan_repeatedly(
     profile: Profile,
     cost: AllreduceCost,
     assumed_cost: AllreduceCost,
@@ -95,16 +95,16 @@ def merge(profile: Profile, ready_s: Sequence[float], cost: AllreduceCost) -> tu
     layers = [no_buckets]
     # The objective with one bucket, two, and so on.
     values: list[float] = []
-    between_s = profile.cut_s + cost.launch_s
+    per_bucket_s = profile.cut_s + cost.launch_s
 
     # No number of buckets can end earlier than this, without cuts and launches.
     bound_s = max(ready_s[0] + cost.seconds(profile.num_bytes), ready_s[-1] + cost.startup_s)
-    while bound_s + between_s * len(values) < min(values, default=torch.inf):
+    while bound_s + per_bucket_s * len(values) < min(values, default=torch.inf):
         layer = problem.next_layer(layers[-1])
         if not bool((layer < layers[-1] - _REAL_GAIN).any()):
             break
         layers.append(layer)
-        values.append(float(layer[-1]) + between_s * len(values))
+        values.append(float(layer[-1]) + per_bucket_s * len(values))
 
     # The fewest buckets among those that are best.
     enough_s = min(values) + _REAL_GAIN
@@ -166,8 +166,8 @@ def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
     """The buckets that the Reducer forms if its caps are the sizes of these, in bytes.
 
-    They differ in gradients without elements alone: the Reducer closes a bucket when it is full, so
-    those that follow go to the next one.
+    They are equal except for gradients without elements: the Reducer closes a bucket when it is
+    full, so those that follow go to the next one.
     """
     caps_bytes: list[int] = []
     start = 0
@@ -192,9 +192,16 @@ def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, .
 
     The k-th cap is for the k-th bucket, the last one for all further ones.
     """
-    arrival = [
-        Parameter(index=index, name=gradient.name, num_bytes=gradient.num_bytes, group="")
-        for index, gradient in enumerate(profile.gradients)
-    ]
-    rules = ReducerRules(caps_bytes=tuple(caps_bytes), is_rebuilt=True)
-    return tuple(len(bucket.parameters) for bucket in predict_buckets(arrival, rules))
+    # As `reducer.predict_buckets` does for any groups. A search calls this often, while other ranks
+    # wait.
+    sizes: list[int] = []
+    size = num_bytes = 0
+    for gradient in profile.gradients:
+        size += 1
+        num_bytes += gradient.num_bytes
+        if is_full(num_bytes, caps_bytes, len(sizes)):
+            sizes.append(size)
+            size = num_bytes = 0
+    if size:
+        sizes.append(size)
+    return tuple(sizes)

@@ -56,7 +56,7 @@ class BucketPlan:
 
     Raises:
         PlanError: `sizes` does not add up to the number of gradients, two of these share a name, or
-            `world_size` is below 1.
+            `world_size` or a size is no whole number, or below 1.
     """
 
     profile: Profile

@@ -20,8 +20,8 @@ from ddpopt.planning.costs import AllreduceCost, Profile
 class BucketTimes:
     """When a bucket's last gradient was ready, and its allreduce was launched and finished.
 
-    Predicted times count from the start of backward, and recorded ones as `Recording` says;
-    `finished_s` is None where it was not recorded.
+    Predicted times count from the start of backward, and recorded ones as the docstring of
+    `inspection/recording.py` says; `finished_s` is None where it was not recorded.
     """
 
     index: int
@@ -122,14 +122,15 @@ class _Backward(NamedTuple):
 def _run_backward(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> _Backward:
     # Between two buckets backward is cut, and an allreduce is launched. Both cost computation, so
     # that what follows k of them is ready later by k times that.
-    between_s = profile.cut_s + cost.launch_s
+    per_bucket_s = profile.cut_s + cost.launch_s
+    assert sum(bucket_sizes) == len(profile.gradients), "each gradient is in one bucket"
     goals: list[float] = []
     num_buckets_before = 0
     for size in bucket_sizes:
         members = profile.gradients[len(goals) : len(goals) + size]
-        goals += [gradient.ready_s + num_buckets_before * between_s for gradient in members]
+        goals += [gradient.ready_s + num_buckets_before * per_bucket_s for gradient in members]
         num_buckets_before += 1
-    goals.append(profile.backward_s + (num_buckets_before - 1) * between_s)
+    goals.append(profile.backward_s + (num_buckets_before - 1) * per_bucket_s)
 
     planned = profile.buckets_of(bucket_sizes)
     transfers = [_Transfer(bucket.num_bytes, bucket.last + 1) for bucket in planned]
@@ -155,13 +156,13 @@ def _run(
 ) -> tuple[list[float], list[tuple[float, float]]]:
     """Simulate computation and communication side by side, from event to event.
 
-    A goal is the computation, in seconds, that is done when it is reached. Transfers run one after
+    A goal of g is reached after g seconds of computation at full speed. Transfers run one after
     another. Return when each goal is reached, and when each transfer begins and ends.
     """
     now_s = 0.0
     done_s = 0.0  # of the computation
-    # What is left of the running transfer, in seconds: its bytes, and behind them its start-up,
-    # which comes first. Empty if none is running.
+    # What is left of the running transfer, in seconds: its bytes and its start-up, which is taken
+    # from the end first. So bytes move where one is left, and none is running where none is.
     phases: list[float] = []
     launched_s = 0.0
     reached: list[float] = []
@@ -204,8 +205,8 @@ def _run(
 def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> list[float]:
     """Measured times of gradients as they would be if no allreduce had run meanwhile.
 
-    `profile` has the measured times, and `bucket_sizes` the buckets of the measured run. This is
-    the inverse of `ready_times`.
+    `profile` has the measured times, which include what cuts cost, and `bucket_sizes` the buckets
+    of the measured run. With a `cut_s` of 0 and one group this is the inverse of `ready_times`.
     """
     ready_s = [gradient.ready_s for gradient in profile.gradients]
     buckets = profile.buckets_of(bucket_sizes)
@@ -216,9 +217,9 @@ def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
         previous_end_s = moving[-1][1] if moving else 0.0
         begin_s = max(ready_s[bucket.last], previous_end_s) + cost.startup_s
         # What of it runs beside computation takes longer.
-        alone_s = cost.s_per_byte * bucket.num_bytes
-        beside_s = min(alone_s, max(0.0, ready_s[-1] - begin_s) / cost.contention)
-        moving.append((begin_s, begin_s + beside_s * cost.contention + alone_s - beside_s))
+        transfer_s = cost.s_per_byte * bucket.num_bytes
+        beside_s = min(transfer_s, max(0.0, ready_s[-1] - begin_s) / cost.contention)
+        moving.append((begin_s, begin_s + beside_s * cost.contention + transfer_s - beside_s))
 
     # Take from each gradient's time what computation lost to allreduces before it.
     result: list[float] = []
@@ -232,8 +233,8 @@ def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
             num_ended += 1
         running_s = max(0.0, at_s - moving[num_ended][0]) if num_ended < len(moving) else 0.0
         num_launched = bisect.bisect_left(last_indices, len(result))
-        lost_here_s = lost_s + running_s * cost.interference + num_launched * cost.launch_s
+        alone_s = at_s - lost_s - running_s * cost.interference - num_launched * cost.launch_s
         # Some of the gradients that arrived together may have been ready before a launch.
         earliest_s = result[-1] if result else 0.0
-        result.append(max(at_s - lost_here_s, earliest_s, 0.0))
+        result.append(max(alone_s, earliest_s, 0.0))
     return result

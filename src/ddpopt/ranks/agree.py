@@ -51,19 +51,19 @@ def communicating(what: str) -> Iterator[None]:
 
 def all_gather_object(
     ddp: DistributedDataParallel,
-    this_ranks: T,
+    value: T,
     what: str,
     group: dist.ProcessGroup | None = None,
 ) -> list[T]:
-    """What each rank gives, by rank of a group (default: DDP's). Collective.
+    """The value of each rank, by rank of a group (default: DDP's). Collective.
 
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.
     """
     group = group or ddp.process_group
-    all_ranks = [this_ranks] * dist.get_world_size(group)
+    all_ranks = [value] * dist.get_world_size(group)
     with communicating(what), _on_device(ddp):
-        dist.all_gather_object(all_ranks, this_ranks, group=group)
+        dist.all_gather_object(all_ranks, value, group=group)
     return all_ranks
 
 
@@ -157,9 +157,13 @@ def require_equal(
             cause = problem
             report = _Report(problem=error_type(f"{type(problem).__name__}: {problem}"))
     reports = all_gather_object(ddp, report, "comparing settings with the other ranks", group)
+    this_rank = dist.get_rank(group or ddp.process_group)
     for rank, each in enumerate(reports):
         if each.problem is not None:
-            raise type(each.problem)(f"{title}on rank {rank}: {each.problem}") from cause
+            error = type(each.problem)(f"{title}on rank {rank}: {each.problem}")
+            if cause is not None and rank == this_rank:
+                raise error from cause
+            raise error
     difference = find_difference([each.facts for each in reports], remedy)
     if difference is not None:
         raise error_type(f"{title}{difference}")
