@@ -254,8 +254,8 @@ def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | N
 def _find_cause(module: torch.nn.Module) -> str:
     """Say why Dynamo compiled nothing of a module, or how to find out, and what to do."""
     why = (
-        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; of modules of torch.nn "
-        "part.compile() compiles nothing, but torch.compile(part) does"
+        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; before torch 2.15, "
+        "part.compile() compiles nothing of modules of torch.nn, but torch.compile(part) does"
     )
     try:
         if limit := _torch.find_reached_limit(module):

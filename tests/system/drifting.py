@@ -27,6 +27,7 @@ import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt.split import state as records
+from ddpopt.steps import forwards
 from tests.support.models import WIDTH, assert_equal_states, batches, train
 from tests.support.registration import uninstall
 
@@ -206,6 +207,7 @@ def _train_without(
     with _warnings() as said, looking_up(use) as asked:
         ddpopt.backend.install()
         names.warn_of.cache_clear()
+        forwards._warned.clear()
         cap_mb = 1 if use is not None and use.row in WHOLE else 0.03
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_mb)
         compiled = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
