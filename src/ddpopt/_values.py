@@ -34,8 +34,8 @@ def _is_choice(value: str, choice: str) -> bool:
 class Limits:
     """The numbers that a value may be; `str` gives what follows "it must be" in a message.
 
-    NaN is within no limits, and infinity only within `below=None`. Numbers are Python's own, as JSON
-    has them, and a bool is none.
+    NaN is within no limits, and infinity only within `below=None`. Numbers are those of Python
+    itself, as JSON has them; a bool is none.
     """
 
     at_least: float | None = None

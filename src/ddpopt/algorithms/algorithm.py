@@ -83,7 +83,7 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
     local_world_size: int | None = None
 
     def __post_init__(self) -> None:
-        # Also the fields of subclasses, which so need no checks of their own.
+        # Also the flags and counts that subclasses add; what else they add they check themselves.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool):

@@ -40,7 +40,7 @@ _EXIT_S = 10.0
 class FairLock:
     """A lock that goes to whoever has waited longest, as training wants it back right away.
 
-    On an accelerator, never tried, the stream of who acquires it waits for what was queued before.
+    On an accelerator (untried) the stream of who acquires it waits for what was queued before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class AveragingLoop:
         self._error: Exception | None = None
         # This rank wants all to stop together; this thread has to end by itself.
         self._wants_stop, self._is_over = threading.Event(), threading.Event()
-        # At exit it hung as a finalizer, which `_close_all` does not.
+        # Not at exit, where this hung; `_close_all` ends threads then.
         weakref.finalize(owner, self.end).atexit = False
         _loops.add(self)
 
@@ -150,7 +150,7 @@ class AveragingLoop:
     def end(self) -> None:
         """End the thread without the other ranks; their next round fails on the timeout."""
         self._is_over.set()
-        self._wants_stop.set()
+        self._wants_stop.set()  # wakes the thread between two rounds
         self.weights_lock.close()
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class AveragingLoop:
             owner.weights.add(change)
             owner.num_communications += 1
 
-    def _reduce(self, values: torch.Tensor, ranks: Communicator, op: Any) -> None:
+    def _reduce(self, values: torch.Tensor, communicator: Communicator, op: Any) -> None:
         """Reduce `values` over all ranks, in place; stop if the thread was told to end.
 
         It looks again and again whether that has ended: a thread that waits inside torch cannot be
@@ -200,7 +200,7 @@ class AveragingLoop:
         """
         if self._is_over.is_set():
             raise _OverError
-        work = ranks.all_reduce(values, op)
+        work = communicator.all_reduce(values, op)
         poll_s = _SHORTEST_POLL_S
         while not work.is_completed():
             if self._is_over.wait(poll_s):
@@ -282,7 +282,7 @@ class AsyncModelAverageHandle(Handle):
     def on_forward(self) -> None:
         super().on_forward()
         if torch.is_grad_enabled() and not self._num_pauses:
-            self.before_update()
+            self._take_lock()
 
     def begin_step(self) -> None:
         if self.num_steps > self.algorithm.warmup_steps and not self._is_aborted:
@@ -290,26 +290,34 @@ class AsyncModelAverageHandle(Handle):
                 self._loop.run()
 
     def before_update(self) -> None:
-        # Even if no forward came before; see [Note: the lock on weights].
-        self._has_lock = self._has_lock or self._loop.weights_lock.acquire()
+        self._take_lock()  # even if no forward came before
 
     def after_update(self) -> None:
+        self._release_lock()
+
+    def _take_lock(self) -> None:
+        """See [Note: the lock on weights]."""
+        if not self._has_lock:
+            self._has_lock = self._loop.weights_lock.acquire()
+
+    def _release_lock(self) -> None:
         if self._has_lock:
             self._has_lock = False
             self._loop.weights_lock.release()
 
     def begin_pause(self) -> None:
-        self.after_update()  # a forward without an update has the lock, and a round may want it
+        self._release_lock()  # a forward without an update has it, and a round may want it
         if not self._is_aborted:
             with self._communicating():
                 self._loop.stop()
 
     def close(self) -> None:
         self._loop.close()
-        self.after_update()
+        self._release_lock()
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        super().check_state(state)  # otherwise ranks may have made different numbers of steps
+        # Without the facts of that: ranks may have made different numbers of steps.
+        super().check_state(state)
         num_steps = min(state["num_steps"], self.algorithm.warmup_steps)
         return [Fact("steps of the warm-up", str(num_steps))]
 

@@ -3,8 +3,9 @@
 `QAdam` reduces momenta the same way, and `LowPrecisionDecentralized` has the same codes.
 
 [Note: codes] MinMaxUInt8. Each chunk has its own range (min, max) and scale = 255 / (max - min +
-1e-7). A value x has the level rint(x * scale), and its code is that level minus the lowest one,
-clamped to [0, 255]: 0 stays 0, and x changes by at most half a level, beside float32 rounding. Both
+1e-7). A value x has the level rint(x * scale). The lowest level is rint(max * scale) - 255, so that
+the largest value has the code 255, and a value's code is its level minus the lowest one, clamped to
+[0, 255]: 0 stays 0, and x changes by at most half a level, beside float32 rounding. Both
 sides compute the scale from the range that is sent, in float32. The range shows values that are
 NaN, infinite or too large (`are_finite`); the sender has to make sure that all ranks raise.
 
@@ -25,7 +26,7 @@ from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
 from ddpopt.errors import NonFiniteError
 
 EPSILON = 1e-7
-NUM_STEPS = 255
+HIGHEST_CODE = 255
 RANGE_BYTES = 8
 
 
@@ -38,24 +39,24 @@ def compress(values: torch.Tensor) -> torch.Tensor:
     """
     values = values.float()
     ranges = torch.stack([values.amin(dim=1), values.amax(dim=1)], dim=1)
-    scale, lowest = _levels(ranges)
+    scale, lowest = _scale_and_lowest(ranges)
     # The clamp is for ties at both ends of a symmetric range. No level is above the highest one,
     # since rounding is monotonic.
-    levels = torch.mul(values, scale).round_().sub_(lowest).clamp_(0, NUM_STEPS)
+    levels = torch.mul(values, scale).round_().sub_(lowest).clamp_(0, HIGHEST_CODE)
     return torch.cat([ranges.view(torch.uint8), levels.to(torch.uint8)], dim=1)
 
 
 @torch.no_grad()
 def decompress(message: torch.Tensor) -> torch.Tensor:
     """The values, float32 [num_chunks, chunk_size], that a message stands for."""
-    scale, lowest = _levels(read_ranges(message))
+    scale, lowest = _scale_and_lowest(read_ranges(message))
     return message[:, RANGE_BYTES:].to(torch.float32).add_(lowest).div_(scale)
 
 
 def are_finite(message: torch.Tensor) -> torch.Tensor:
     """Return whether all chunks can be decompressed, as one bool on their device."""
     ranges = read_ranges(message)
-    _, lowest = _levels(ranges)
+    _, lowest = _scale_and_lowest(ranges)
     return (ranges.diff(dim=1).isfinite() & lowest.isfinite()).all()
 
 
@@ -66,11 +67,11 @@ def read_ranges(message: torch.Tensor) -> torch.Tensor:
     return ranges.view(torch.float32)
 
 
-def _levels(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_and_lowest(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return levels per unit, and the lowest level, of each chunk: both [num_chunks, 1]."""
     smallest, largest = ranges[:, :1], ranges[:, 1:]
-    scale = NUM_STEPS / (largest - smallest + EPSILON)
-    return scale, (largest * scale).round_().sub_(NUM_STEPS)
+    scale = HIGHEST_CODE / (largest - smallest + EPSILON)
+    return scale, (largest * scale).round_().sub_(HIGHEST_CODE)
 
 
 class ByteGradHandle(BackgroundHandle):
@@ -107,21 +108,22 @@ def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
         )
 
 
-def _average(ranks: Communicator, values: torch.Tensor) -> None:
+def _average(leaders: Communicator, values: torch.Tensor) -> None:
     """Replace `values` by their mean, of which each rank computes a chunk; by NaN if one is bad.
 
-    What is NaN or too large is so after decompression, mean and compression too: all ranks see it.
+    A chunk with such a value has a range that is not finite, also after decompression, mean and
+    compression, so that all ranks see it.
     """
-    num_chunks, num_values = ranks.num_ranks, values.numel()
+    num_chunks, num_values = leaders.num_ranks, values.numel()
     if num_chunks == 1:
         if not values.isfinite().all():
             values.fill_(torch.nan)
         return
     sent = compress(F.pad(values, (0, -num_values % num_chunks)).view(num_chunks, -1))
     received = torch.empty_like(sent)
-    ranks.all_to_all(received, sent).wait()
+    leaders.all_to_all(received, sent).wait()
     mean = compress(decompress(received).mean(dim=0, keepdim=True))
-    ranks.all_gather(received, mean).wait()
+    leaders.all_gather(received, mean).wait()
     if are_finite(received):
         values.copy_(decompress(received).view(-1)[:num_values])
     else:

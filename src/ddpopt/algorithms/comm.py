@@ -37,18 +37,19 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
 class Communicator:
     """A process group and what this rank sends on it; all its ranks call its methods, in one order.
 
-    Those that return works start something, and until these have ended no given tensor may change.
-    Others return when all is done (on an accelerator, queued). `rank` is this rank's index among
-    the group's `num_ranks`, `sent_bytes` what it has sent so far.
+    Methods that return works or a future start something, and until that has ended no given tensor
+    may change. Others return when all is done (on an accelerator, queued). `rank` is this rank's
+    index among the group's `num_ranks`, `sent_bytes` what it has sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.num_ranks = group.rank(), group.size()
         self.sent_bytes = 0.0
-        # By what a mean is divided before and after its terms are added. The sum of two float16
-        # weights of 40,000 has no number in float16, though their mean has. The first divisor is a
-        # power of 2, by which a division is exact: means are, bitwise, the divided sums.
+        # A mean is divided by the first before its terms are added, and by the second after that:
+        # the sum of two float16 weights of 40,000 has no number in float16, though their mean has.
+        # The first is a power of 2, by which a division is exact unless it underflows: means are,
+        # bitwise, the divided sums.
         first = 2 ** (self.num_ranks - 1).bit_length()
         self.divisors = (first, self.num_ranks / first)
         self.is_gloo = _torch.group_backend(group, device) == "gloo"
@@ -126,10 +127,11 @@ class Communicator:
 class Groups:
     """Process groups that nobody else communicates on; see [Note: hierarchical].
 
-    They have the ranks, the backend and the timeout of `parent`. `leaders` are the ranks that
-    communicate for all, every rank if not hierarchical; it is None on the others. `node` is None if
-    a node is one rank. `place` is the index of this rank or node, and their number. `ddp` is DDP's
-    own group, for what DDP would send on it. Making them is collective.
+    They have the backend and the timeout of `parent`. `everyone` has all of its ranks, `leaders`
+    those that communicate for all, every rank if not hierarchical; it is None on the others.
+    `node` has those of this rank's node, and is None if a node is one rank. `place` is the index of
+    this rank or node, and their number. `ddp` is DDP's own group, for what DDP would send on it.
+    Making them is collective.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
@@ -182,8 +184,11 @@ class Groups:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far, except within its node."""
-        return sum(c.sent_bytes for c in filter(None, {self.ddp, self.everyone, self.leaders}))
+        """What this rank has sent so far, except within its node, and flags to agree on."""
+        total = self.ddp.sent_bytes + self.everyone.sent_bytes
+        if self.leaders is not None and self.leaders is not self.everyone:
+            total += self.leaders.sent_bytes
+        return total
 
     def end(self) -> None:
         """Destroy the groups, except DDP's, as `Communicator.end` does."""
@@ -208,7 +213,8 @@ def _make_group(
 class FlatWeights:
     """Parameters as a few flat tensors, each of one dtype and device.
 
-    None is larger than `bucket_bytes`, if given, but that of a single parameter, never divided.
+    None is larger than `bucket_bytes`, if given, except where one parameter alone is, which has a
+    tensor of its own.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int | None = None) -> None:
@@ -244,7 +250,7 @@ class FlatWeights:
         """
         pairs = zip(self._pairs(sent), self._pairs(mean), strict=True)
         for (parameter, before), (_, average) in pairs:
-            # Mostly all are; but an accelerator would be waited for to learn that.
+            # Mostly nothing was written. To learn that of an accelerator would be to wait for it.
             if parameter.device.type == "cpu" and torch.equal(parameter, before):
                 parameter.copy_(average)
                 continue

@@ -48,9 +48,9 @@ class DecentralizedHandle(BackgroundHandle):
             self.weights.move(sent, mean)
 
     def _average(self, sent: Sequence[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
-        def mean_with_peer(ranks: Communicator, values: torch.Tensor) -> None:
-            peer = rotating_peer(ranks.rank, ranks.num_ranks, num_exchanges)
-            (other,) = ranks.swap(values, [peer])
+        def mean_with_peer(leaders: Communicator, values: torch.Tensor) -> None:
+            peer = rotating_peer(leaders.rank, leaders.num_ranks, num_exchanges)
+            (other,) = leaders.swap(values, [peer])
             # Each is halved before they are added, see `Communicator.divisors`.
             values.div_(2).add_(other, alpha=0.5)
 
@@ -71,8 +71,9 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     If weights were written since the copy was made, they move by the average less the copy.
 
     Attributes:
-        peer_selection: `"all"`, or `"shift_one"`: a different peer each time, at a fraction of the
-            traffic, for an even number of ranks (of nodes, if hierarchical).
+        peer_selection: `"all"`, or `"shift_one"`: one peer, each time the next rank of the other
+            half of all, at a fraction of the traffic, for an even number of ranks (of nodes, if
+            hierarchical).
         hierarchical: Average within each node first, then between nodes.
         communication_interval: Steps from one average to the next; the first step has one.
     """
@@ -141,16 +142,18 @@ class LowPrecisionDecentralizedHandle(Handle):
         with communicating(f"exchanging compressed weights in step {self.num_steps}"):
             for values in flat:
                 self.groups.average_node(values)
-            codes = [] if self.replicas is None else _encode_changes(flat, self.replicas)
-            flags, work = self._collect_flags(codes)
-            messages = self._swap(torch.cat(codes)) if codes else []
+            # A message for each bucket of weights; none on ranks that lead no node.
+            messages = [] if self.replicas is None else _encode_changes(flat, self.replicas)
+            flags, work = self._collect_flags(messages)
+            # Of this leader, the left and the right one, as `Replicas` has them.
+            received = self._swap(torch.cat(messages)) if messages else []
             work.wait()
         self._raise_problem(flags.tolist())
         if self.replicas is not None:
-            sizes = [len(message) for message in codes]
-            for replica, message in zip(self.replicas, messages, strict=True):
-                for values, part in zip(replica, torch.split(message, sizes), strict=True):
-                    values.add_(decompress(part.view(1, -1)).view(-1))
+            sizes = [len(message) for message in messages]
+            for replica, all_messages in zip(self.replicas, received, strict=True):
+                for values, message in zip(replica, torch.split(all_messages, sizes), strict=True):
+                    values.add_(decompress(message.view(1, -1)).view(-1))
             flat = self.replicas.own
         with communicating(f"sending each node its weights in step {self.num_steps}"):
             for values in flat:
@@ -208,12 +211,12 @@ class LowPrecisionDecentralizedHandle(Handle):
         ring = [(leaders.rank + step) % leaders.num_ranks for step in (0, -1, 1)]
         return leaders.swap(values, ring)
 
-    def _collect_flags(self, codes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
+    def _collect_flags(self, messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         """Start collecting two flags of each rank: codes are not finite, parameters not known."""
         training = self.training
         is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         flags = torch.tensor([0, not is_known], dtype=torch.int32, device=training.device)
-        for message in codes:
+        for message in messages:
             flags[0] |= ~are_finite(message.view(1, -1))
         return self.groups.everyone.collect(flags)
 
@@ -241,9 +244,10 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
 
     Each rank keeps W, its weights as it last sent them, and replicas L and R of its neighbours'
     W. After the optimizer has turned W into x, the rank sends both neighbours the codes of
-    z = x + L/3 + R/3 - 5/3 W. All add what the codes stand for: the rank itself to W, which becomes
-    its weights, and its neighbours to their replicas, which stay bitwise equal to the W that they
-    copy. With two ranks, both replicas copy the other one's.
+    z = x + L/3 + R/3 - 5/3 W, so that W + z is (L + W + R)/3 + (x - W): the mean of the three, and
+    what its own update changed. All add what the codes stand for: the rank itself to W, which
+    becomes its weights, and its neighbours to their replicas, which stay bitwise equal to the W
+    that they copy. With two ranks, both replicas copy the other one's.
 
     Attributes:
         hierarchical: Average within each node first, then mix between nodes.
@@ -266,14 +270,14 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
 
 
 def _encode_changes(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
-    """The codes of z for each bucket, flat; see LowPrecisionDecentralized."""
-    codes = []
+    """The message of z for each bucket, flat; see LowPrecisionDecentralized."""
+    messages = []
     for x, own, left, right in zip(flat, *replicas, strict=True):
         # At least in float32: z is a small difference of large numbers.
         z = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
         z.add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).sub_(own, alpha=5 / 3)
-        codes.append(compress(z.view(1, -1)).view(-1))
-    return codes
+        messages.append(compress(z.view(1, -1)).view(-1))
+    return messages
 
 
 def _shapes(replicas: Any) -> Any:

@@ -6,7 +6,7 @@ micro-batches and additional forwards before the same backward are not counted. 
 its forward; in eval mode, which may be an evaluation without `no_grad`, only when its backward
 reduces the first bucket. It ends with the last optimizer's update; if that is skipped, as
 GradScaler may do, it ends with the next forward of this kind, so that all ranks communicate equally
-often.
+often. What needs all steps to be over (`paused`, `detach`, `state_dict`) ends an open one too.
 
 [Note: the end of a backward] A backward may run others, as reentrant checkpoints do, each of which
 ends before it. DDP reduces each bucket once in a backward, in order, so all gradients are final
@@ -49,11 +49,11 @@ class Handle:
 
     All ranks call collective methods in the same step; PeerError is raised if one does not.
     `num_steps` counts steps, see [Note: steps] in `algorithms/handle.py`, and `num_communications`
-    how often ranks exchanged weights or reduced gradients.
+    how often ranks exchanged weights, or reduced a bucket of gradients in the algorithm's own way.
     """
 
-    # Made by `set_up` before __init__ runs. That makes no collective call, so that it may fail on
-    # one rank without others waiting for it.
+    # Made by `set_up` before __init__ runs. __init__ makes no collective call, so that it may fail
+    # on one rank without others waiting for it.
     groups: Groups
 
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
@@ -62,7 +62,8 @@ class Handle:
         self.num_steps = self.num_communications = 0
         # Of steps that have ended.
         self._metrics: dict[str, float] = dict.fromkeys(_METRICS, 0)
-        # `num_communications` when the last step had ended.
+        # `num_communications` when the last step had ended; -1 if this step has communicated
+        # without being counted.
         self._seen_communications = 0
         self._updates = UpdateWatch(training)
         self._frozen = self._find_unknown_parameters()
@@ -135,13 +136,14 @@ class Handle:
         self._removable_hooks.append(
             ddp.register_forward_pre_hook(ModuleHook(self._before_forward))
         )
-        before, after = weakly(self._before_update), weakly(self._after_update)
+        before, after = weakly(self._optimizer_begins), weakly(self._optimizer_ended)
         for optimizer in self.training.optimizers:
             self._removable_hooks.append(optimizer.register_step_pre_hook(before))
             self._removable_hooks.append(optimizer.register_step_post_hook(after))
         watch_all_optimizers(self._updates)
         metrics.set_source(ddp, weakref.WeakMethod(self.metrics))
         self._reduction = _torch.bucket_reduction(ddp) or _torch.BucketReduction(ddp)
+        # Called for what reduces a bucket; where it gives None, DDP's own allreduce does.
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
 
     def _let_go(self) -> None:
@@ -222,14 +224,14 @@ class Handle:
             raise AttachError(f"this {name} was detached from its model; attach it again")
 
     def settle(self) -> None:
-        """End the open step, if there is one, whether or not its update was made."""
+        """End the open step, if there is one: at least one optimizer has left out its update."""
         self.check_attached()
         if self._is_open:
             self._metrics["skipped_updates"] += 1
-            self._updates.find_written()
+            self._updates.note_written()
             self.before_update()
-            self._end_step()
-            self._updates.note_versions()
+            self._finish_step()
+            self._updates.take_baseline()
 
     # ---- What users do -----------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class Handle:
         """
         self.settle()
         if not self._num_pauses:
-            self._updates.find_written()
+            self._updates.note_written()
             self.begin_pause()
         self._num_pauses += 1
         try:
@@ -264,7 +266,7 @@ class Handle:
             self._num_pauses -= 1
             if not self._num_pauses and self._is_attached:
                 self.end_pause()
-                self._updates.note_versions()  # what was written in a pause is no update
+                self._updates.take_baseline()  # what was written in a pause is no update
 
     def average(self) -> None:
         """Give all ranks the mean of their weights, as after the last step. Collective."""
@@ -277,9 +279,9 @@ class Handle:
     def detach(self, *, average: bool = True) -> None:
         """End the algorithm and its process groups, and give DDP back its allreduce. Collective.
 
-        The current step ends here, and weights, which may differ, are averaged. With
-        `average=False`, which is right after a rank has failed, nothing is communicated: it is not
-        collective, and process groups that others may be waiting on stay until DDP's ends.
+        The current step ends here, and weights, which may differ, are averaged. Once a rank has
+        failed, give `average=False`: then nothing is communicated, so it is not collective, and
+        process groups that others may be waiting on stay until DDP's ends.
 
         Raises:
             PeerError: a rank did not take part; the model is detached nevertheless.
@@ -299,7 +301,10 @@ class Handle:
             self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this algorithm needs to continue on this rank; each rank saves its own."""
+        """What this algorithm needs to continue on this rank; each rank saves its own.
+
+        Collective if a step is open, which ends here.
+        """
         self.settle()
         return self._identity() | {name: getattr(self, name) for name in _COUNTERS}
 
@@ -372,20 +377,22 @@ class Handle:
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a bucket whose gradients are complete, as DDP's comm hook."""
-        # A forward in eval mode has not begun a step, nor one that `no_sync` was left after.
+        # A forward in eval mode has not begun its step. Under `no_sync` there is none, although DDP
+        # reduces where a backward of an older forward runs there.
         is_step = self.training.ddp.require_backward_grad_sync and not self._num_pauses
         if is_step and not self._is_open:
             self._open()
         self._has_run_backward = True
         if not self._is_reducing:
-            self._updates.expect(is_paused=self._num_pauses > 0)
+            self._updates.note_backward(is_paused=self._num_pauses > 0)
         # See [Note: the end of a backward].
         if bucket.is_last() or (bucket.index() == 0 and self._is_reducing):
-            _torch.at_end_of_backward(self._end_backward)  # often, with many of a static graph's
+            # Several times in a static graph's first iteration.
+            _torch.at_end_of_backward(self._backward_ended)
         self._is_reducing = True
         return self.reduce(bucket)
 
-    def _end_backward(self) -> None:
+    def _backward_ended(self) -> None:
         if not self._is_reducing:
             return  # another bucket of the same backward had this called
         self._is_reducing = False
@@ -394,7 +401,7 @@ class Handle:
             raise failure
         self.end_backward()
 
-    def _before_update(
+    def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         """Prepare for an optimizer's update, `step(*args, **kwargs)`; `args` begins with it."""
@@ -405,16 +412,16 @@ class Handle:
                 "which runs forward in the middle of an update; call forward and backward before"
             )
         self.before_update()
-        self._updates.note_versions()
+        self._updates.take_baseline()
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
+    def _optimizer_ended(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
         """End the step with its last optimizer's update."""
         self._updates.end_given()
         self._updated.add(optimizer)
         if self._updated == set(self.training.optimizers):
-            self._end_step()
+            self._finish_step()
 
-    def _end_step(self) -> None:
+    def _finish_step(self) -> None:
         was_open, self._is_open = self._is_open, False
         self._updated.clear()
         self.after_update()
@@ -432,7 +439,7 @@ class Handle:
 
 
 class BackgroundHandle(Handle):
-    """A handle with a worker; backward raises what went wrong in the background."""
+    """A handle with a worker, which communicates while backward, or forward, runs."""
 
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         super().__init__(training, algorithm)
@@ -441,7 +448,10 @@ class BackgroundHandle(Handle):
     def run_behind_backward(
         self, bucket: Bucket, task: Callable[[torch.Tensor], None]
     ) -> GradientFuture:
-        """Let the worker run a task that changes a bucket's flat values in place."""
+        """Let the worker run a task that changes a bucket's flat values in place.
+
+        Backward raises what the task raises, when it has ended.
+        """
         self.num_communications += 1
         values, what = bucket.buffer(), f"reducing gradients in step {self.num_steps}"
 
@@ -451,7 +461,7 @@ class BackgroundHandle(Handle):
                     with communicating(what):
                         task(values)
                 except Exception as error:
-                    # Whatever it is, `_end_backward` raises it in the thread that trains.
+                    # Whatever it is, `_backward_ended` raises it in the thread that trains.
                     self._failure = error
             return values
 

@@ -4,8 +4,7 @@ A handle learns of an update from the hooks of the optimizers that `attach` was 
 can go past it. An optimizer that was not given may update the model, such as one that was made
 anew; for that all optimizers of the process are watched. Or the `step` of one that was given was
 replaced by a function that calls no hooks; then weights change and no hook was called. A load of a
-checkpoint looks the same, so this is only looked for until an optimizer has called its hooks for
-the first time.
+checkpoint looks the same, so of an optimizer whose hooks were called once this is not looked for.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class UpdateWatch:
     def __init__(self, training: Training) -> None:
         self._training = training
         # A backward outside of `paused` has begun to reduce gradients since the last forward.
-        self._is_expected = False
+        self._is_update_expected = False
 
         # ---- Optimizers that were not given ----
         # How many updates of given optimizers have begun, and how many of these have not ended.
@@ -46,31 +45,31 @@ class UpdateWatch:
         self._stranger = ""
 
         # ---- Given optimizers whose `step` was replaced ----
-        # Those that have not called a hook yet. With each, the versions that its parameters had
-        # when it was last known that nobody had updated them.
+        # Those that have not called a hook yet. With each, its baseline: the versions that its
+        # parameters had when it was last known that nobody had updated them.
         self._silent: dict[torch.optim.Optimizer, list[int]]
         self._silent = {optimizer: [] for optimizer in training.optimizers}
-        # Those of `_silent` whose parameters were written since.
+        # Those of `_silent` whose parameters were written after their baseline.
         self._written: set[torch.optim.Optimizer] = set()
 
     # ---- What the handle reports ----
 
-    def expect(self, *, is_paused: bool) -> None:
+    def note_backward(self, *, is_paused: bool) -> None:
         """A backward begins to reduce gradients; an update follows it, unless in `paused`."""
-        self._is_expected = not is_paused
-        self.note_versions()
+        self._is_update_expected = not is_paused
+        self.take_baseline()
 
-    def note_versions(self) -> None:
-        """What was written to weights up to here is no update."""
+    def take_baseline(self) -> None:
+        """What was written to weights up to here is no update that could be missed."""
         for optimizer in self._silent:
             self._silent[optimizer] = _torch.versions(self._updated_by(optimizer))
 
-    def find_written(self) -> None:
-        """Look for weights that were written since the last backward, or `note_versions`.
+    def note_written(self) -> None:
+        """Note whose weights were written after their baseline.
 
         The handle calls this before it writes to weights itself.
         """
-        if not self._is_expected:
+        if not self._is_update_expected:
             return
         for optimizer, versions in self._silent.items():
             if versions != _torch.versions(self._updated_by(optimizer)):
@@ -79,7 +78,7 @@ class UpdateWatch:
     def begin_given(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that was given begins an update, and its hook was called."""
         self._silent.pop(optimizer, None)
-        self.find_written()
+        self.note_written()  # by the others, before this one writes
         self._num_given_begun += 1
         self._num_given_running += 1
 
@@ -92,7 +91,7 @@ class UpdateWatch:
         Raises:
             AttachError: another optimizer than those given has updated the model.
         """
-        # An update that raised never ended.
+        # Of a step() that raised, the end was not reported.
         self._num_given_running = 0
         self._others_running.clear()
         if self._stranger:
@@ -101,10 +100,10 @@ class UpdateWatch:
                 f"model in step {step}, and {name} has to know of all updates; call detach(), and "
                 "attach the algorithm again with all optimizers that update the model now"
             )
-        self.find_written()
+        self.note_written()
         missed = [optimizer for optimizer in self._silent if optimizer in self._written]
         self._written.clear()
-        self._is_expected = False
+        self._is_update_expected = False
         for optimizer in missed:
             del self._silent[optimizer]  # say it once
             _logs.warning(
@@ -121,7 +120,7 @@ class UpdateWatch:
 
     def begin_any(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that begins an update, if it may be one that should have been given."""
-        if not self._is_expected:
+        if not self._is_update_expected:
             return
         if self._num_given_running:
             # It is called by a given one and part of its update, as with ZeroRedundancyOptimizer.

@@ -49,8 +49,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     search = tuner.of(ddp)
     assigned_plan = rebucket.plan_of(ddp)
 
-    costs = plan or assigned_plan or (search.best if search else None)
-    predicted = _predict(buckets, costs) if costs and buckets else None
+    basis_plan = plan or assigned_plan or (search.best if search else None)
+    predicted = _predict(buckets, basis_plan) if basis_plan and buckets else None
 
     hints: list[str] = []
     if measured is None:
@@ -71,7 +71,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         bucket_plan=assigned_plan,
         tuning=search.outcome if search else "",
         predicted=predicted,
-        basis=_describe_basis(costs) if costs and predicted else "",
+        basis=_describe_basis(basis_plan) if basis_plan and predicted else "",
         measured=measured,
         num_measured=len(recording.steps_like_last) if recording else 0,
         num_recorded=len(recording.steps) if recording else 0,
@@ -170,9 +170,9 @@ def _relate(
     return tuple(related)
 
 
-def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | None:
+def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timeline | None:
     """The iteration with these buckets; None if the plan is for other parameters."""
-    gradient_of = {gradient.name: gradient for gradient in costs.profile.gradients}
+    gradient_of = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
     names_by_bucket = [bucket.actual or bucket.planned for bucket in buckets]
     all_names = [name for names in names_by_bucket for name in names]
     if sorted(all_names) != sorted(gradient_of):
@@ -180,13 +180,12 @@ def _predict(buckets: Sequence[BucketReport], costs: BucketPlan) -> Timeline | N
     gradients: list[Gradient] = []
     ready_s = 0.0
     for name in all_names:
-        # In the order of these buckets, one that the plan had earlier is no earlier than those
-        # before it.
+        # In the order of these buckets a gradient is at least as late as those before it.
         ready_s = max(ready_s, gradient_of[name].ready_s)
         gradients.append(dataclasses.replace(gradient_of[name], ready_s=ready_s))
     sizes = [len(names) for names in names_by_bucket]
-    profile = dataclasses.replace(costs.profile, gradients=tuple(gradients))
-    return predict(profile, sizes, costs.cost)
+    profile = dataclasses.replace(basis_plan.profile, gradients=tuple(gradients))
+    return predict(profile, sizes, basis_plan.cost)
 
 
 def _describe_basis(costs: BucketPlan) -> str:

@@ -212,8 +212,8 @@ class Explanation:
         sharing = [f"{bucket.index}" for bucket in self.buckets if bucket.shares_section_with]
         if sharing:
             lines.append(
-                f"  buckets {', '.join(sharing)} share sections: no cut between them can be made "
-                "or helps"
+                f"  buckets {', '.join(sharing)} share sections: cutting between them "
+                "is impossible, or of no use"
             )
         return "\n".join(lines)
 
@@ -262,7 +262,7 @@ def _graph_data(cut: Cut, text: GraphText) -> dict[str, Any]:
     section_names = ("index", "num_nodes", "first_node", "parameters", "completes")
     sections: list[dict[str, Any]] = []
     for index, section in enumerate(cut.sections or [cut.as_one_section(first_node)]):
-        # The text of a graph may be missing, and with it that of its sections.
+        # Where no text was made of a graph, there are no calls to show.
         members = nodes[index] if index < len(nodes) and nodes[index] else ()
         section_data = _fields(section, *section_names)
         section_data["nodes"] = [node._asdict() for node in members]

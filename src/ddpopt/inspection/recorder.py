@@ -69,7 +69,7 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
     For each step: when sections ran, when each bucket's gradients were ready, when its allreduce
     was launched and when it finished; see [Note: recording]. `explain` shows the medians. Not a
     collective: any ranks may record, each by itself. Steps that do not communicate (`no_sync`) are
-    left out. Buckets are known from the fourth step of training on.
+    left out. Buckets are known after the first four steps of training.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` returned for one, with any
@@ -113,7 +113,7 @@ class _Recorder(Subscriber):
         self._range = contextlib.ExitStack()  # of the profiler, from a bucket's end to its launch
         self._buckets = state.get(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
-        self._sizes = [len(bucket) for bucket in self._buckets]  # how many gradients are watched
+        self._num_watched = [len(bucket) for bucket in self._buckets]  # gradients of each bucket
         self._missing: list[int] = []  # how many of them have not arrived in this step
         num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._names = [
@@ -139,7 +139,7 @@ class _Recorder(Subscriber):
             self.timer.skip_forward()
         elif self.timer.begin_forward():
             self._watch_less()
-            self._missing = list(self._sizes)
+            self._missing = list(self._num_watched)
             self.sections.append([])
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
@@ -170,12 +170,12 @@ class _Recorder(Subscriber):
         """Keep the hooks of [Note: recording], once a step has shown which they are."""
         if not self._buckets or len(self.timer.steps) < 2:
             return
-        last = self.timer.steps[-2]
+        last = self.timer.steps[-2]  # the one behind it has just begun
         if last.ready.keys() >= self._bucket_of.keys():
             needed = {max(bucket, key=last.launched.__getitem__) for bucket in self._buckets}
             needed.update(last.backwards.values())
             self.timer.watch_only(needed)
-            self._sizes = [len(needed.intersection(bucket)) for bucket in self._buckets]
+            self._num_watched = [len(needed.intersection(bucket)) for bucket in self._buckets]
 
 
 class Allreduce(NamedTuple):

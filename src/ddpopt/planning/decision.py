@@ -41,7 +41,7 @@ _PLAN_AHEAD = (
 class Decision(NamedTuple):
     """Whether buckets change and why, the best plan as JSON, and the part of an iteration it saves.
 
-    Without a plan, none could be made.
+    `plan` is "" if none could be made.
     """
 
     text: str
@@ -53,18 +53,18 @@ class Decision(NamedTuple):
 def decide(
     ddp: DistributedDataParallel, measured_by_rank: Sequence[Measured], cost: AllreduceCost
 ) -> Decision:
-    """Plan for the slowest rank's times on this network."""
+    """Plan for the slowest ranks' times on this network."""
     present_buckets = measured_by_rank[0].buckets
     for rank, measured in enumerate(measured_by_rank):
         if measured.problem:
             return Decision(f"{STAY}: on rank {rank}, {measured.problem}; {_PLAN_AHEAD}")
         if measured.buckets != present_buckets:
-            return Decision(f"{STAY}: rank {rank} has others than rank 0")
+            return Decision(f"{STAY}: rank {rank} has other buckets than rank 0")
 
     sizes = [len(bucket) for bucket in present_buckets]
-    disturbed = _slowest_profile(ddp, measured_by_rank)
-    alone_s = undisturbed(disturbed, sizes, cost)
-    profile = disturbed.with_ready_times(alone_s, backward_s=alone_s[-1])
+    disturbed = _worst_case_profile(ddp, measured_by_rank)
+    undisturbed_s = undisturbed(disturbed, sizes, cost)
+    profile = disturbed.with_ready_times(undisturbed_s, backward_s=undisturbed_s[-1])
 
     # The part of the measured backward that the model does not explain: mostly what DDP does with
     # reduced gradients. It is assumed to follow all allreduces, whatever the buckets.
@@ -95,8 +95,10 @@ def decide(
     return Decision(text, plan.to_json(), gain, is_better)
 
 
-def _slowest_profile(ddp: DistributedDataParallel, measured_by_rank: Sequence[Measured]) -> Profile:
-    """The computation of the slowest rank, as measured while allreduces ran beside it.
+def _worst_case_profile(
+    ddp: DistributedDataParallel, measured_by_rank: Sequence[Measured]
+) -> Profile:
+    """The computation of a rank as slow as the slowest in each respect, beside allreduces.
 
     Each gradient is as late as on the rank where it was latest.
     """
@@ -153,7 +155,7 @@ def _describe_cost(cost: AllreduceCost) -> list[str]:
     rows = [
         (f"{cost.startup_s * 1e3:.2f}", "ms to start an allreduce"),
         (f"{cost.s_per_mib * 1e3:.2f}", "ms for each MiB"),
-        (f"{cost.contention:.2f}", "times that beside computation"),
+        (f"{cost.contention:.2f}", "times as long beside computation"),
         (f"{cost.launch_s * 1e3:.2f}", "ms of computation lost to each launch"),
         (f"{cost.interference:.0%}", "of computation's speed lost to each transfer"),
     ]

@@ -34,7 +34,7 @@ def hint_of(ddp: DistributedDataParallel) -> str:
 
 
 def watch(ddp: DistributedDataParallel) -> None:
-    """Log once, on rank 0, how long an iteration waits for communication: a tenth of it or more.
+    """Log once, on rank 0, how long an iteration waits for communication, if a tenth or more.
 
     The times are those that DDP takes anyway.
     """
@@ -42,8 +42,8 @@ def watch(ddp: DistributedDataParallel) -> None:
         return
     _hints.set(ddp, "")
     group = ddp.process_group
-    is_first = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
-    if is_first and not state.is_copy(ddp):
+    is_rank_0 = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
+    if is_rank_0 and not state.is_copy(ddp):
         subscribe(ddp, _Watch())
 
 

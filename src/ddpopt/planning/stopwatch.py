@@ -56,9 +56,9 @@ class Stopwatch(StepTimer):
         # [Note: keys of meetings] in steps/numbers.py.
         self.key = ""
         self._num_untimed = num_untimed
-        super().__init__(ddp, Clock(device_of(ddp)), on_end=self._name)
+        super().__init__(ddp, Clock(device_of(ddp)), on_end=self._set_key)
 
-    def _name(self) -> None:
+    def _set_key(self) -> None:
         ddp = self._ddp()
         if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
@@ -74,7 +74,7 @@ class Stopwatch(StepTimer):
         if not buckets:
             return Measured(problem="DDP did not tell its buckets")
         arrival = list(itertools.chain.from_iterable(buckets))
-        # A Reducer that looks for unused parameters treats them as ready before all others.
+        # With a Reducer that looks for unused parameters, these need not arrive.
         needed = set(arrival) if _torch.follows_arrival_order(ddp) else set()
         timed = self.steps[self._num_untimed :]
         # With the step that follows each: an iteration ends where the next one begins.
@@ -94,7 +94,7 @@ class Stopwatch(StepTimer):
         ready_s = []
         for index in arrival:
             times_s = [
-                # One that did not arrive needs nothing.
+                # One that did not arrive counts as ready at once.
                 seconds(step.forward_ended, step.ready.get(index, step.forward_ended))
                 for step, _ in complete
             ]

@@ -2,17 +2,20 @@
 
 [Note: tuning]
 With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs that are cut more
-finely, and each rank notes when its gradients arrive. Steps are counted by backwards that reduce
-gradients: these are the same on all ranks, whatever other forwards one of them runs. Before the
-forward that follows one and the same backward, ranks meet through the process group's store, with a
-time limit: if a rank does not come, or cannot go on, all ranks keep their buckets. A new Reducer
-knows nothing of what was accumulated before it, so that forward is the first with gradients after
-the backward, be it under no_sync; and if a rank has gradients that wait to be reduced, or that lie
-in the present buckets, all meet again one backward later, a few times. From there on they are at
-the same place and use collectives: they measure the network and gather the times, rank 0 plans and
-broadcasts, each rank says whether the plan fits it, and all apply it, or none does. A few
-iterations later they meet once more: rank 0 compares, and if iterations did not get shorter, all
-undo the change.
+finely, and each rank notes when its gradients arrive. Then ranks meet and switch together:
+
+1. Steps are counted by backwards that reduce gradients: these are the same on all ranks, whatever
+   other forwards one of them runs.
+2. In the forward that leads to a stage's last backward, each rank announces itself.
+3. Ranks meet before the first forward with gradients that follows this backward, even one under
+   `no_sync`: a new Reducer knows nothing of what was accumulated before it. They meet through the
+   process group's store, with a time limit. If a rank does not come, or cannot go on, all keep
+   their buckets; if one has gradients that wait to be reduced, or that lie in the present buckets,
+   all meet again one backward later, a few times.
+4. From there on they are at the same place and use collectives: they measure the network and gather
+   the times, rank 0 plans, each rank says whether the plan fits it, and all apply it, or none does.
+5. A few iterations later they meet once more: rank 0 compares, and if iterations did not get
+   shorter, all undo the change.
 
 A plan from a file is applied at such a meeting too, after the second backward.
 
@@ -48,8 +51,8 @@ from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will
 # timeout, since others wait in a collective meanwhile.
 _LONGEST_MEETING_S = 30.0
 _PART_OF_TIMEOUT = 0.25
-# Backwards after which ranks try to meet: a loop in which gradients are pending behind each of the
-# first few has them pending behind each.
+# Backwards after which ranks try to meet: if gradients are pending after each of these, the loop is
+# such that they always are.
 _NUM_TRIES = 8
 # Forwards with gradients after which it is said that no step has ended.
 _MOST_IDLE = 100
@@ -69,8 +72,8 @@ _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)
 
 _UNREDUCED = (
-    "when a forward begins, a backward has run that reduced nothing, after the last one that did; "
-    "let none run in between that does not go through DDP"
+    "when a forward begins, a backward has run after the last one that reduced gradients, and has "
+    "reduced none; let no backward run there that does not go through DDP"
 )
 
 
@@ -131,7 +134,7 @@ class _Tuner(Subscriber):
         self.source = source
         # The best plan that was found, or the one from the file.
         self.best: BucketPlan | None = None
-        # What all ranks know of the stages that are over.
+        # What this rank knows of the stages that are over; mostly all ranks do.
         self._outcome = ""
         # None when all is over.
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
@@ -139,8 +142,8 @@ class _Tuner(Subscriber):
         self._stopwatch: Stopwatch | None = None
         # The meeting that this rank has announced.
         self._meeting: JointDecision | None = None
-        # How often ranks of this stage have met, and were refused for now.
-        self._num_refused = 0
+        # How often ranks have met at the end of this stage, and put it off by a step.
+        self._num_postponed = 0
         self._idle = _IdleForwards()
         # During the comparison: what it is to be compared with.
         self._change: _Change | None = None
@@ -158,7 +161,7 @@ class _Tuner(Subscriber):
         except TorchDriftError as error:
             obstacle = str(error)
         if obstacle:
-            self._refuse(ddp, obstacle)
+            self._keep_buckets(ddp, obstacle)
         elif self._stage is _SEARCH and dist.get_world_size(group) < 2:
             self._stage = None
             self._report(ddp, f"{STAY}: one rank communicates nothing")
@@ -195,11 +198,11 @@ class _Tuner(Subscriber):
             stopwatch = self._stopwatch
             stopwatch.skip_forward()
         else:
-            return  # an evaluation before the first step
+            return  # an evaluation, or a micro-batch under no_sync, before the first step
 
         # A meeting is announced one backward ahead, in a forward that leads to it on all ranks,
         # and held before the first forward that follows it.
-        last_backward = stage.num_backwards + self._num_refused
+        last_backward = stage.num_backwards + self._num_postponed
         if self._meeting is None:
             if is_communicating and stopwatch.num_backwards == last_backward - 1:
                 self._announce(ddp, stage, stopwatch)
@@ -252,7 +255,7 @@ class _Tuner(Subscriber):
         """Tell the other ranks that this one comes to the meeting after the next backward."""
         try:
             # Ranks that were refused for now meet again, under another key.
-            key = f"{stopwatch.key}/{self._num_refused}"
+            key = f"{stopwatch.key}/{self._num_postponed}"
             self._meeting = JointDecision(
                 ddp.process_group, stage.title, key, self._longest_meeting_s
             )
@@ -272,8 +275,8 @@ class _Tuner(Subscriber):
         if refusal is None:
             self._end_stage(ddp, stopwatch)
             self._conclude(ddp, stage, stopwatch)
-        elif refusal.is_for_now and self._num_refused + 1 < _NUM_TRIES:
-            self._num_refused += 1
+        elif refusal.is_for_now and self._num_postponed + 1 < _NUM_TRIES:
+            self._num_postponed += 1
             self._announce(ddp, stage, stopwatch)
         else:
             self._end_stage(ddp, stopwatch)
@@ -283,7 +286,7 @@ class _Tuner(Subscriber):
     def _end_stage(self, ddp: DistributedDataParallel, stopwatch: Stopwatch) -> None:
         stopwatch.stop()
         self._stage = self._stopwatch = self._meeting = None
-        self._num_refused = 0
+        self._num_postponed = 0
         state.get(ddp).end_search()
 
     # ---- What follows, on all ranks at the same place ---------------------------------------
@@ -323,7 +326,7 @@ class _Tuner(Subscriber):
         try:
             rebucket.agree(ddp, self.best)
         except PlanError as error:
-            self._refuse(ddp, str(error))
+            self._keep_buckets(ddp, str(error))
             return
         self._report(ddp, decision.text)
         self._change = _Change(measured_by_rank, _torch.reducer_caps(ddp), decision.gain)
@@ -366,10 +369,10 @@ class _Tuner(Subscriber):
             self._note(news)
             _logs.info("%s", news)
         else:
-            self._refuse(ddp, problem)
+            self._keep_buckets(ddp, problem)
 
-    def _refuse(self, ddp: DistributedDataParallel, reason: str) -> None:
-        """Keep the buckets although others were requested, and warn (but not for a copy)."""
+    def _keep_buckets(self, ddp: DistributedDataParallel, reason: str) -> None:
+        """Keep the buckets for good although others were requested; warn, but not for a copy."""
         self._stage, self._outcome = None, f"{STAY}: {reason}"
         log = _logs.info if state.is_copy(ddp) else _logs.warning
         log("buckets=%r changes nothing: %s", self.source, self._outcome)
@@ -414,7 +417,7 @@ class _IdleForwards:
 
 # A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=True)
-# The same, once code has been compiled for it since.
+# Those for which code was compiled since the last reset.
 _tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=False)
 
 
@@ -465,6 +468,6 @@ def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
 
 
 def _begin_forward(ddp: DistributedDataParallel) -> None:
-    """Tell the new Reducer of a forward that DDP has begun with the one before."""
+    """Tell the new Reducer of a forward that DDP has begun with the one before it."""
     if will_communicate(ddp):
         _torch.prepare_reducer(ddp)
