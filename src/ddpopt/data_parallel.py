@@ -157,6 +157,7 @@ class DataParallel(nn.Module):
                 with modes.applied(), _current(device, stream):
                     return self._compiled(module, *share)
             except Exception as error:
+                # Of the user's forward: it is raised as it is, with the device added.
                 _add_note(error, f"in replica {index} on {device}")
                 raise
 

@@ -310,6 +310,7 @@ class Worker:
                     stream.wait_event(queued)
                 future.set_result(task())
             except Exception as error:
+                # Whatever the task raises, `wait` raises it in the thread that asked for it.
                 future.set_exception(error)
 
         self._tasks.put(run)

@@ -206,6 +206,7 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
             try:
                 result = compute()
             except Exception as error:
+                # Of the model, in a step that communicates: raised below, on all ranks.
                 result = error
     except PeerError as error:
         raise _BrokenOffError(str(error)) from error
@@ -410,6 +411,8 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
     except (_BrokenOffError, DisagreementError):
         raise
     except Exception as error:
+        # Of the model, of a batch that cannot be copied, of a loss that is none: no reason not to
+        # train, so it costs the verification, and a line says so.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         names_mode = any(mode.value in reason for mode in KEEPING_FROM_REHEARSAL)
         remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"

@@ -118,6 +118,7 @@ def _blaming(what: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        # Whatever the user's module or factory raises.
         frames = traceback.extract_tb(error.__traceback__)
         place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         raise InputError(f"{what} raised {type(error).__name__}: {error}{place}") from error

@@ -217,7 +217,7 @@ def _whole(text: str) -> int:
 
 @_argument
 def _megabytes(text: str) -> float:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # it is no number
         if 0 < float(text) < math.inf:
             return float(text)
     raise PlanError(f"{text!r} is no size above 0 in MiB, such as 25 or 0.5")

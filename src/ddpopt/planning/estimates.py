@@ -162,6 +162,7 @@ def _trace(
     except PlanError:
         raise
     except Exception as error:
+        # Of the model's own forward, or of torch, which traces it with tensors that have no values.
         reason = str(error).partition("\n")[0]
         raise PlanError(
             f"{type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); the "

@@ -124,7 +124,7 @@ class _Accumulation(Subscriber):
         # None is unknown: of the last forward we know only that it was not an ordinary one.
         self._is_on: bool | None = None
         self._num_reductions: int | None = None
-        with contextlib.suppress(TorchDriftError):  # as below
+        with contextlib.suppress(TorchDriftError):  # then it stays unknown
             if _torch.last_forward_synced(ddp):
                 self._is_on = False
         self._note_forward(ddp)  # the one that is running
@@ -137,7 +137,7 @@ class _Accumulation(Subscriber):
             return
         is_on = not will_communicate(ddp)
         if is_on and not self._is_on:
-            # Without the name a step goes on, and `rebucket`, which asks again, raises.
+            # If this torch lacks the name, steps go on, and `rebucket`, which asks again, raises.
             with contextlib.suppress(TorchDriftError):
                 self._num_reductions = _torch.num_reductions(ddp)
         self._is_on = is_on

@@ -158,6 +158,7 @@ def monitored_block(
         with _heartbeat(store, phase):
             yield
     except BaseException as error:
+        # KeyboardInterrupt too: the others are told, and it goes on.
         reason = f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
         with contextlib.suppress(PeerError):  # the block's own error is what matters
             store.set_own(f"{_FAILED}\nin {phase}, {reason}")
