@@ -64,8 +64,8 @@ def backend(
             _see_to_buckets(resolved, ddp)
         version = _guard_on_rules(gm, example_inputs, ddp)
     except Exception as error:
-        # Any error at all: a private name may exist, and not be what it was. It costs the split, and
-        # is told as the reason; what users have to change is raised.
+        # Any error at all: a private name may exist, and not be what it was. It costs the split,
+        # and is told as the reason; what users have to change is raised.
         if isinstance(error, DDPOptError) and not isinstance(error, TorchDriftError):
             raise
         refusal = NotCutError.because_of(error)
@@ -79,7 +79,7 @@ def backend(
             _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
         return compiler.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     except Exception as error:
-        # Of Inductor, or of the user's inner compiler: raised as it is, with a remedy if we know one.
+        # Of Inductor, or of the user's inner compiler: raised as it is, with a remedy if we know.
         if "InvalidCxxCompiler" in str(error):  # Python 3.10 has no notes
             remedy = f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
             getattr(error, "add_note", _logs.warning)(remedy)
