@@ -21,6 +21,7 @@ import ddpopt.backend
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
+from ddpopt.split.cut import Cut
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
@@ -37,9 +38,9 @@ def _x() -> torch.Tensor:
     return torch.randn(2, WIDTH)
 
 
-def _only_plan(ddp: torch.nn.Module) -> ddpopt.inspection.Explanation:
-    (plan,) = ddpopt.explain(ddp).cuts
-    return plan
+def _only_cut(ddp: torch.nn.Module) -> Cut:
+    (cut,) = ddpopt.explain(ddp).cuts
+    return cut
 
 
 def test_the_backend_is_found_without_an_import() -> None:
@@ -116,7 +117,7 @@ def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, in
     assert_equal_states(train(outer, inputs, _compile(outer, inner=inner)), expected)
     actual = {k.replace("_orig_mod.", ""): v for k, v in train(within, inputs).items()}
     assert_equal_states(actual, expected)
-    assert len(_only_plan(outer).sections) == len(_only_plan(within).sections) == 3
+    assert len(_only_cut(outer).sections) == len(_only_cut(within).sections) == 3
 
 
 def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
@@ -125,7 +126,7 @@ def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
     reported = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
     real = [[int(i) for i in bucket.split()] for bucket in reported.split(",")]
-    assert [[p.index for p in b.parameters] for b in _only_plan(ddp).buckets] == real
+    assert [[p.index for p in b.parameters] for b in _only_cut(ddp).buckets] == real
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
     ddp = make()
     train(ddp, batches(0, [(2, WIDTH)] * 2), _compile(ddp, inner=inner, **options))
     assert calls == [13]
-    assert _only_plan(ddp).fallback is reason
+    assert _only_cut(ddp).fallback is reason
     assert not [r for r in caplog.records if r.levelname == "WARNING" and "ddpopt" in r.name]
 
 
@@ -167,7 +168,7 @@ def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
     with torch.no_grad():
         compiled(_x())
     compiled(_x()).sum().backward()
-    reasons = [plan.fallback for plan in ddpopt.explain(ddp).cuts]
+    reasons = [cut.fallback for cut in ddpopt.explain(ddp).cuts]
     assert reasons == [Reason.NO_GRAD, None]
 
 
@@ -181,7 +182,7 @@ def test_frozen_parameters_leave_nothing_to_split(one_rank: None) -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     model.layers[0].weight.requires_grad_(False)
     _compile(ddp)(_x())
-    assert _only_plan(ddp).fallback is Reason.NO_PARAMETERS
+    assert _only_cut(ddp).fallback is Reason.NO_PARAMETERS
 
 
 def test_without_ddp_the_graph_goes_whole() -> None:
@@ -197,7 +198,7 @@ def test_optimize_ddp_false_switches_splitting_off_as_in_tree(one_rank: None) ->
     with torch._dynamo.config.patch(optimize_ddp=False):
         _compile(ddp)(_x())
         assert torch._dynamo.config.optimize_ddp is False
-    assert _only_plan(ddp).fallback is Reason.DYNAMO_DISABLED
+    assert _only_cut(ddp).fallback is Reason.DYNAMO_DISABLED
 
 
 @pytest.mark.parametrize(
@@ -327,7 +328,7 @@ def test_a_partial_of_the_backend_is_ours_too(one_rank: None) -> None:
     bound = functools.partial(ddpopt.backend.backend, options=OPTIONS)
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     torch.compile(ddp, backend=bound)(_x()).sum().backward()
-    assert len(_only_plan(ddp).sections) == 3
+    assert len(_only_cut(ddp).sections) == 3
 
 
 def test_the_take_over_is_idempotent_and_removable() -> None:
@@ -352,7 +353,7 @@ def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str
     eager, ddp = twins(MLP(), **cap_options)
     inputs = batches(0, [(2, WIDTH)] * 3)
     assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
-    assert len(_only_plan(ddp).sections) > 1
+    assert len(_only_cut(ddp).sections) > 1
 
 
 def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
@@ -378,11 +379,11 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
 
     ddp = DistributedDataParallel(Uncuttable(), bucket_cap_mb=CAP)
     _compile(ddp)(_x()).sum().backward()
-    assert len(_only_plan(ddp).sections) == 3
+    assert len(_only_cut(ddp).sections) == 3
     assert not warnings()
     torch._dynamo.reset()
     _compile(ddp, split="forward")(_x()).sum().backward()
-    assert _only_plan(ddp).fallback is Reason.NO_LEGAL_CUT
+    assert _only_cut(ddp).fallback is Reason.NO_LEGAL_CUT
     assert len([text for text in warnings() if Reason.NO_LEGAL_CUT.value in text]) == 1
 
 
@@ -486,7 +487,7 @@ def test_reset_forgets_the_plans(one_rank: None) -> None:
     torch._dynamo.reset()
     assert not ddpopt.explain(ddp).cuts
     compiled(_x()).sum().backward()
-    assert len(_only_plan(ddp).sections) == 3
+    assert len(_only_cut(ddp).sections) == 3
 
 
 def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) -> None:

@@ -53,7 +53,7 @@ def test_without_the_in_tree_class_to_replace_training_goes_on(
 def test_a_ddp_attribute_that_moved_means_unsplit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """With the reason on the plan, and in one warning."""
+    """With the reason on the cut, and in one warning."""
     read = names._read
 
     def without(row: PrivateName, owner: Any) -> Any:
@@ -61,9 +61,9 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
 
     monkeypatch.setattr(names, "_read", without)
     ddp = _train_compiled(bucket_cap_mb=0.03)
-    (plan,) = ddpopt.explain(ddp).cuts
-    assert plan.fallback is Reason.TORCH_DRIFT
-    assert name in plan.detail
+    (cut,) = ddpopt.explain(ddp).cuts
+    assert cut.fallback is Reason.TORCH_DRIFT
+    assert name in cut.detail
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
 
 

@@ -67,13 +67,13 @@ def _check_training(
     eager, ddp = twins(MLP(3), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner, "split": "backward"})
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    plan = ddpopt.explain(ddp).cuts[-1]
-    found = plan.fallback or plan.backward_fallback
-    assert found is reason, plan.detail
+    cut = ddpopt.explain(ddp).cuts[-1]
+    found = cut.fallback or cut.backward_fallback
+    assert found is reason, cut.detail
     if reason in (Reason.TORCH_DRIFT, Reason.BACKWARD_DRIFT):
-        assert f"has no {renamed}, which ddpopt needs" in plan.detail
+        assert f"has no {renamed}, which ddpopt needs" in cut.detail
     else:
-        assert len(plan.sections) > 1
+        assert len(cut.sections) > 1
 
 
 @pytest.mark.parametrize("row", REASONS, ids=str)

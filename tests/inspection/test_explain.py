@@ -34,10 +34,10 @@ def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
     compiled(torch.randn(2, 64))
     explanation = ddpopt.explain(compiled)
     assert explanation == ddpopt.explain(ddp)
-    (plan,) = explanation.cuts
-    assert [bucket.num_bytes for bucket in plan.buckets] == [33280] * 3
-    assert [section.completes for section in plan.sections] == [(0,), (1,), (2,)]
-    for text in (str(explanation), str(plan)):
+    (cut,) = explanation.cuts
+    assert [bucket.num_bytes for bucket in cut.buckets] == [33280] * 3
+    assert [section.completes for section in cut.sections] == [(0,), (1,), (2,)]
+    for text in (str(explanation), str(cut)):
         assert "3 backward sections for 3 DDP buckets of 97.5 KiB" in text
         assert "layers.5.weight, layers.5.bias and 2 more" in text
         assert max(len(line) for line in text.splitlines()) < 100
@@ -64,7 +64,7 @@ def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     for _ in range(4):
         compiled(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
-    first, second = (plan.graph for plan in explanation.cuts)
+    first, second = (cut.graph for cut in explanation.cuts)
     assert [bucket.graphs for bucket in explanation.buckets] == [
         (second,),
         (first, second),
@@ -72,7 +72,7 @@ def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     ]
     assert explanation.buckets[1].completed_by == f"{first} section 0"
     assert "(spans graphs)" in str(explanation)
-    assert [len(plan.sections) for plan in explanation.cuts] == [2, 2]
+    assert [len(cut.sections) for cut in explanation.cuts] == [2, 2]
     assert all(bucket.is_as_planned for bucket in explanation.buckets)
 
 
@@ -115,9 +115,9 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
         with torch.no_grad():
             compiled(torch.randn(batch, 64))
     planned = [
-        [{p.index for p in bucket.parameters} for bucket in plan.buckets]
-        for plan in ddpopt.explain(ddp).cuts
-        if plan.buckets
+        [{p.index for p in bucket.parameters} for bucket in cut.buckets]
+        for cut in ddpopt.explain(ddp).cuts
+        if cut.buckets
     ]
     assert len(planned) == 4
     assert planned[0] != planned[1] == planned[2] == planned[3]
@@ -243,13 +243,13 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(torch.randn(2, 64)).sum().backward()
-    (plan,) = ddpopt.explain(ddp).cuts
-    first, second, third = plan.sections
+    (cut,) = ddpopt.explain(ddp).cuts
+    first, second, third = cut.sections
     joined = dataclasses.replace(
         first, stop=second.stop, parameters=first.parameters + second.parameters
     )
-    plan = dataclasses.replace(plan, sections=(joined, third)).with_buckets(plan.buckets)
-    state.get(ddp).keep(plan, ())
+    cut = dataclasses.replace(cut, sections=(joined, third)).with_buckets(cut.buckets)
+    state.get(ddp).keep(cut, ())
     explanation = ddpopt.explain(ddp)
     assert [bucket.shares_section_with for bucket in explanation.buckets] == [(1,), (0,), ()]
     assert "buckets 0, 1 share sections" in str(explanation)

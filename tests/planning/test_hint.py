@@ -75,8 +75,8 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
         mock.patch(f"ddpopt.planning.hint.{name}", side_effect=KeyError("lost")),
     ):
         train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
-    *_, plan = ddpopt.explain(ddp).cuts
-    return [line for line in lines if "lost" in line], len(plan.sections)
+    *_, cut = ddpopt.explain(ddp).cuts
+    return [line for line in lines if "lost" in line], len(cut.sections)
 
 
 @pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])

@@ -72,7 +72,7 @@ def cut_of(chosen: BackwardSections, arrival: tuple[Parameter, ...] = ()) -> Cut
     )
 
 
-def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSections | Reason:
+def _choose(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSections | Reason:
     """Plan with parameter i as argument i, and these parameters in each bucket, or say why not."""
     parameters, made = buckets_of(facts.gradients, buckets)
     final = {a: max(calls, default=-1) for a, calls in facts.gradients.items()}
@@ -84,9 +84,9 @@ def _plan(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSec
     return dataclasses.replace(cuts, sections=cut_of(cuts).with_buckets(made).sections)
 
 
-def _sections(plan: BackwardSections | Reason) -> list[list[int]]:
-    assert isinstance(plan, BackwardSections), plan
-    return [list(plan.order[s.start : s.stop]) for s in plan.sections]
+def _sections(chosen: BackwardSections | Reason) -> list[list[int]]:
+    assert isinstance(chosen, BackwardSections), chosen
+    return [list(chosen.order[s.start : s.stop]) for s in chosen.sections]
 
 
 NO = Tie.NONE
@@ -95,22 +95,22 @@ NO = Tie.NONE
 def test_a_cut_stands_behind_a_buckets_last_gradient_where_fewest_bytes_live() -> None:
     """Calls 1 and 4 make gradients. Behind 1 a large value lives, behind 2 a small one."""
     facts = _facts([{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}], {0: (1,), 1: (4,)}, [8, 8, 1, 8, 8])
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
     even = _facts([{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}], {0: (1,), 1: (4,)})
-    assert _sections(_plan(even, [[0], [1]])) == [[0, 1], [2, 3, 4]], "a tie goes to the earliest"
+    assert _sections(_choose(even, [[0], [1]])) == [[0, 1], [2, 3, 4]], "a tie goes to the earliest"
 
 
 def test_a_value_that_a_fusion_would_not_write_counts_twice() -> None:
     """Call 0's value is fused with 2; call 2's, as large, is read by a kernel of its own."""
     reads = [{}, {0: NO}, {0: Tie.FUSED}, {2: NO}, {3: NO}]
-    assert _sections(_plan(_facts(reads, {0: (1,), 1: (4,)}), [[0], [1]])) == [[0, 1, 2], [3, 4]]
+    assert _sections(_choose(_facts(reads, {0: (1,), 1: (4,)}), [[0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
 def test_rounding_counts_before_bytes() -> None:
     """The cheaper cut in bytes would round a value that the whole graph does not round."""
     reads = [{}, {0: NO}, {0: Tie.UNROUNDED}, {2: NO}, {3: NO}]
     facts = _facts(reads, {0: (1,), 1: (4,)}, [1, 1, 8, 8, 8])
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
 def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
@@ -118,26 +118,26 @@ def test_a_tuple_is_taken_apart_in_its_own_section() -> None:
     one = Tie.TUPLE
     reads = [{}, {0: one}, {0: one}, {2: NO}, {0: one}, {3: NO}]
     facts = _facts(reads, {0: (1,), 1: (4,), 2: (5,)})
-    assert _sections(_plan(facts, [[0], [1, 2]])) == [[0, 1, 2, 4], [3, 5]]
+    assert _sections(_choose(facts, [[0], [1, 2]])) == [[0, 1, 2, 4], [3, 5]]
 
 
 def test_buckets_that_are_complete_at_one_cut_have_no_section_between_them() -> None:
     """Bucket 0 waits for nothing; no cut parts calls 0 to 2, in which bucket 1's gradient is."""
     reads = [{}, {0: Tie.TUPLE}, {1: Tie.TUPLE}, {1: NO}, {}]
     facts = _facts(reads, {0: (0,), 1: (4,), 2: ()}, ordered=(4,))
-    assert _sections(_plan(facts, [[2], [0], [1]])) == [[0, 1, 2], [3, 4]]
+    assert _sections(_choose(facts, [[2], [0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
 def test_a_gradient_waits_for_what_it_needs_only() -> None:
     """Call 1 serves bucket 1 alone: it runs after bucket 0 is released, out of graph order."""
     facts = _facts([{}, {}, {0: NO}, {1: NO}], {0: (2,), 1: (3,)})
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 2], [1, 3]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 2], [1, 3]]
 
 
 def test_calls_with_effects_keep_their_order() -> None:
     """Call 1 draws random numbers before call 2 does, although bucket 0 needs only call 2."""
     facts = _facts([{}, {}, {0: NO}, {1: NO}], {0: (2,), 1: (3,)}, ordered=(1, 2))
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3]]
 
 
 def test_no_cut_moves_past_a_call_with_effects_for_bytes() -> None:
@@ -147,27 +147,27 @@ def test_no_cut_moves_past_a_call_with_effects_for_bytes() -> None:
     for sizes in ([1, 9, 9, 1, 1], [9, 1, 1, 9, 9]):
         without = _facts(reads, gradients, sizes)
         facts = _facts(reads, gradients, sizes, ordered=(2,))
-        assert _sections(_plan(facts, [[0], [1]])) == [[0, 1], [2, 3, 4]]
+        assert _sections(_choose(facts, [[0], [1]])) == [[0, 1], [2, 3, 4]]
         moved = [[0, 1], [2, 3, 4]] if sizes[1] == 1 else [[0, 1, 2, 3], [4]]
-        assert _sections(_plan(without, [[0], [1]])) == moved
+        assert _sections(_choose(without, [[0], [1]])) == moved
 
 
 def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
     """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
     reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
     facts = _facts(reads, {0: (1,), 1: (4,)}, argument_reads={0: (2,)})
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
 def test_what_a_hook_could_write_is_read_before_a_release_that_the_read_stands_before() -> None:
     """Call 1 reads argument 9 for gradient 1, and stands before gradient 0, call 2."""
     reads = [{}, {0: NO}, {0: NO}, {1: NO}]
     gradients = {0: (2,), 1: (3,)}
-    assert _sections(_plan(_facts(reads, gradients), [[0], [1]])) == [[0, 2], [1, 3]]
+    assert _sections(_choose(_facts(reads, gradients), [[0], [1]])) == [[0, 2], [1, 3]]
     facts = _facts(reads, gradients, argument_reads={9: (1,)})
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 2], [3]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3]]
     behind = _facts([{}, {0: NO}, {0: NO}, {2: NO}], {0: (1,), 1: (3,)}, argument_reads={9: (2,)})
-    assert _sections(_plan(behind, [[0], [1]])) == [[0, 1], [2, 3]]
+    assert _sections(_choose(behind, [[0], [1]])) == [[0, 1], [2, 3]]
 
 
 def test_a_write_back_stands_where_its_value_is_made_and_the_old_one_was_read() -> None:
@@ -176,10 +176,10 @@ def test_a_write_back_stands_where_its_value_is_made_and_the_old_one_was_read() 
     gradients = {0: (1,), 1: (3,)}
     written = {"argument_reads": {8: (4,), 9: (5,)}, "write_backs": {4: 8, 5: 9}}
     facts = _facts(reads, gradients, ordered=(4, 5), **written)
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1, 4], [2, 3, 5]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 4], [2, 3, 5]]
     read_late = {**written, "argument_reads": {8: (2, 4), 9: (5,)}}
     facts = _facts(reads, gradients, ordered=(4, 5), **read_late)
-    assert _sections(_plan(facts, [[0], [1]])) == [[0, 1], [2, 3, 4, 5]]
+    assert _sections(_choose(facts, [[0], [1]])) == [[0, 1], [2, 3, 4, 5]]
 
 
 def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_sections() -> None:
@@ -187,28 +187,28 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
     reads = [{}, {0: NO}, {}, {2: NO}]
     again = {0: frozenset([9]), 2: frozenset([9])}
     facts = _facts(reads, {0: (1,), 1: (3,)}, argument_reads={9: (0, 2)}, forward_reads=again)
-    plan = _plan(facts, [[0], [1]])
-    assert _sections(plan) == [[0, 1], [2, 3]]
-    assert isinstance(plan, BackwardSections)
-    assert plan.late_forward_reads == {2: frozenset([9])}
+    chosen = _choose(facts, [[0], [1]])
+    assert _sections(chosen) == [[0, 1], [2, 3]]
+    assert isinstance(chosen, BackwardSections)
+    assert chosen.late_forward_reads == {2: frozenset([9])}
 
 
 def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
     """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1."""
     facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
-    plan = _plan(facts, [[0], [1, 2]])
-    assert _sections(plan) == [[0, 1, 2], [3, 4]]
-    assert isinstance(plan, BackwardSections)
-    assert plan.releases == ((0,), (1, 2))
+    chosen = _choose(facts, [[0], [1, 2]])
+    assert _sections(chosen) == [[0, 1, 2], [3, 4]]
+    assert isinstance(chosen, BackwardSections)
+    assert chosen.releases == ((0,), (1, 2))
 
 
 def test_a_gradient_within_a_by_product_is_still_made_for_its_own_bucket() -> None:
     """Call 2 is made with bucket 1, whose gradient 0 it is fused with; it reads bucket 0's, 1."""
     reads = [{}, {}, {0: Tie.FUSED, 1: Tie.FUSED}, {0: NO}]
-    plan = _plan(_facts(reads, {0: (1,), 1: (0,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
-    assert isinstance(plan, BackwardSections)
-    assert _sections(plan) == [[1], [0, 2], [3]]
-    assert plan.releases == ((0,), (1,), (2, 3))
+    chosen = _choose(_facts(reads, {0: (1,), 1: (0,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
+    assert isinstance(chosen, BackwardSections)
+    assert _sections(chosen) == [[1], [0, 2], [3]]
+    assert chosen.releases == ((0,), (1,), (2, 3))
 
 
 def test_a_by_product_with_an_effect_does_not_pass_another_effect() -> None:
@@ -216,15 +216,15 @@ def test_a_by_product_with_an_effect_does_not_pass_another_effect() -> None:
     reads = [{}, {}, {0: Tie.FUSED}, {0: NO, 1: NO}, {2: NO}]
     gradients = {0: (0,), 1: (2,), 2: (3,), 3: (4,)}
     facts = _facts(reads, gradients, ordered=(1, 2))
-    assert _sections(_plan(facts, [[0], [1, 2, 3]])) == [[0], [1, 2, 3, 4]]
+    assert _sections(_choose(facts, [[0], [1, 2, 3]])) == [[0], [1, 2, 3, 4]]
 
 
 def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
     """No parameter, one bucket, and gradients that one call makes."""
     facts = _facts([{}, {0: NO}, {1: NO}], {0: (1,), 1: (1,), 2: (2,)})
-    assert _plan(facts, []) is Reason.NO_PARAMETERS
-    assert _plan(facts, [[0, 2]]) is Reason.ONE_BUCKET
-    assert _plan(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Reason.COMPLETE_TOGETHER
+    assert _choose(facts, []) is Reason.NO_PARAMETERS
+    assert _choose(facts, [[0, 2]]) is Reason.ONE_BUCKET
+    assert _choose(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Reason.COMPLETE_TOGETHER
 
 
 @st.composite
@@ -272,8 +272,8 @@ def test_sizes_do_not_decide_in_which_section_an_effect_is(
     facts, buckets = drawn
     others = dataclasses.replace(facts, num_bytes=[random.randrange(9) for _ in facts.num_bytes])
     effects = []
-    for plan in (_plan(facts, buckets), _plan(others, buckets)):
-        sections = [] if isinstance(plan, Reason) else _sections(plan)
+    for chosen in (_choose(facts, buckets), _choose(others, buckets)):
+        sections = [] if isinstance(chosen, Reason) else _sections(chosen)
         effects.append([[c for c in calls if facts.is_ordered[c]] for calls in sections])
     assert effects[0] == effects[1]
 
@@ -284,31 +284,31 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
 ) -> None:
     """In an order that respects what calls read, effects, tuples, and the order of buckets."""
     facts, buckets = drawn
-    plan = _plan(facts, buckets)
-    if isinstance(plan, Reason):
+    chosen = _choose(facts, buckets)
+    if isinstance(chosen, Reason):
         return
-    place = {call: i for i, call in enumerate(plan.order)}
-    assert sorted(plan.order) == list(range(len(facts.reads)))
+    place = {call: i for i, call in enumerate(chosen.order)}
+    assert sorted(chosen.order) == list(range(len(facts.reads)))
     assert all(place[source] < place[call] for call in place for source in facts.reads[call])
-    ordered = [c for c in plan.order if facts.is_ordered[c] and c not in facts.write_backs]
+    ordered = [c for c in chosen.order if facts.is_ordered[c] and c not in facts.write_backs]
     assert ordered == sorted(ordered)
     for write_back, argument in facts.write_backs.items():
         assert all(place[c] <= place[write_back] for c in facts.argument_reads[argument])
-    section_of = {c: k for k, calls in enumerate(_sections(plan)) for c in calls}
+    section_of = {c: k for k, calls in enumerate(_sections(chosen)) for c in calls}
     for call, reads in enumerate(facts.reads):
         if Tie.TUPLE in reads.values() and len(reads) == 1:
             assert section_of[call] == section_of[next(iter(reads))]
-    assert sorted(itertools.chain(*plan.releases)) == sorted(facts.gradients)
-    for k, arguments in enumerate(plan.releases):
+    assert sorted(itertools.chain(*chosen.releases)) == sorted(facts.gradients)
+    for k, arguments in enumerate(chosen.releases):
         assert all(section_of[c] <= k for a in arguments for c in facts.argument_reads.get(a, ()))
-    for k, arguments in enumerate(plan.releases):
+    for k, arguments in enumerate(chosen.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
-    for k, arguments in enumerate(plan.releases):
+    for k, arguments in enumerate(chosen.releases):
         behind = [call for call in facts.pinned_places if section_of[call] > k]
         for a in arguments:
             assert all(facts.pinned_places[c] > facts.release_places[a] for c in behind)
-    completed = [bucket for section in plan.sections for bucket in section.completes]
+    completed = [bucket for section in chosen.sections for bucket in section.completes]
     assert completed == list(range(len(buckets)))
-    for k, section in enumerate(plan.sections):
-        released = set(itertools.chain(*plan.releases[: k + 1]))
+    for k, section in enumerate(chosen.sections):
+        released = set(itertools.chain(*chosen.releases[: k + 1]))
         assert all(released.issuperset(buckets[bucket]) for bucket in section.completes)

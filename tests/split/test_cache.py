@@ -62,10 +62,10 @@ def _step(
                 loss.backward(retain_graph=True)
             loss.backward()
     explanation = ddpopt.explain(ddp)
-    (plan,) = explanation.cuts
+    (cut,) = explanation.cuts
     return Step(
         is_hit=counters["aot_autograd"]["autograd_cache_hit"] > 0,
-        num_sections=len(plan.sections),
+        num_sections=len(cut.sections),
         shown=explanation.to_dict()["graphs"],
         gradients=[p.grad for p in ddp.parameters() if p.grad is not None],
         expected=[p.grad for p in eager.parameters() if p.grad is not None],
@@ -86,7 +86,7 @@ def cold(one_rank: None, folder: Path) -> Step:
 
 
 def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
-    """It has the plan and the nodes of the cold one, and gradients equal to the bit."""
+    """It has the cut and the nodes of the cold one, and gradients equal to the bit."""
     with mock.patch.object(
         compiler, "make_section_graphs", side_effect=AssertionError("cut again")
     ):

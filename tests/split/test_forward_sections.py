@@ -52,8 +52,8 @@ def _reason(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> Reason:
 
 def _sections(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> tuple[Section, ...]:
     sections = choose_forward_sections(facts, buckets)
-    plan = Cut(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
-    return plan.with_buckets(buckets).sections
+    cut = Cut(graph="0/0", inner="eager", num_nodes=facts.num_calls, sections=sections)
+    return cut.with_buckets(buckets).sections
 
 
 def _arrive(parameters: Any, first_use: dict[int, int], **around: Any) -> tuple[Parameter, ...]:
@@ -141,7 +141,7 @@ def test_a_graph_without_parameters_stays_whole() -> None:
 
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=30), st.integers(1, 100))
 def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], cap: int) -> None:
-    """Whatever the uses and caps; and an equal input gives an equal plan."""
+    """Whatever the uses and caps; and an equal input gives equal sections."""
     facts = _facts(dict(enumerate(uses)), num_calls=50)
     buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
     if len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1:

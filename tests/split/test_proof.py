@@ -45,7 +45,7 @@ class Backward(NamedTuple):
     """A backward graph with its sections, as they are validated."""
 
     gm: fx.GraphModule
-    plan: Cut
+    cut: Cut
     sections: Sequence[SectionGraph]
     saved: dict[str, int]
     arguments: dict[int, int]
@@ -95,8 +95,8 @@ def _cut(
         )
     except NotCutError:
         return None
-    plan = cut_of(cuts, arrival=tuple(parameters.values()))
-    return Backward(gm, plan, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
+    cut = cut_of(cuts, arrival=tuple(parameters.values()))
+    return Backward(gm, cut, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
 
 
 def _example() -> Backward:
@@ -110,10 +110,10 @@ def _example() -> Backward:
         (_TELL, (6,)),
         (_aten.add.Tensor, (8, 4)),
     ]
-    cut = _cut(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
-    assert cut is not None
-    assert len(cut.sections) == 3
-    return cut
+    backward = _cut(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
+    assert backward is not None
+    assert len(backward.sections) == 3
+    return backward
 
 
 def _edited(backward: Backward, place: int, edit: Callable[[fx.GraphModule], None]) -> Backward:
@@ -232,9 +232,9 @@ def _noting(**forgotten: Any) -> Backward:
         (_aten.mm.default, (5, 2)),  # gradient 2
         (_aten.copy_.default, (0, 3)),
     ]
-    cut = _cut(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
-    assert cut is not None
-    return cut
+    backward = _cut(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
+    assert backward is not None
+    return backward
 
 
 def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> None:
@@ -367,7 +367,7 @@ class Forward(NamedTuple):
     """A forward graph with its sections, as they are validated."""
 
     gm: fx.GraphModule
-    plan: Cut
+    cut: Cut
     stitched: fx.GraphModule
     arguments: dict[int, int]
 
@@ -397,7 +397,7 @@ def _section(forward: Forward, place: int) -> fx.GraphModule:
 
 def _drop_named(forward: Forward, name: str) -> None:
     """Drop the first call of this name, and what only ends what it begins."""
-    sections = [_section(forward, k) for k in range(len(forward.plan.sections))]
+    sections = [_section(forward, k) for k in range(len(forward.cut.sections))]
     calls = [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
     gm, node = next((gm, node) for gm, node in calls if name_of(node).startswith(name))
     if name == "_enter_autocast":
@@ -441,15 +441,15 @@ def test_what_the_sections_of_a_forward_do_wrongly_is_found(
 def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
     forward: Forward,
 ) -> None:
-    first, second, *others = forward.plan.sections
+    first, second, *others = forward.cut.sections
     exchanged = (
         dataclasses.replace(first, parameters=second.parameters),
         dataclasses.replace(second, parameters=first.parameters),
         *others,
     )
-    plan = dataclasses.replace(forward.plan, sections=exchanged)
+    cut = dataclasses.replace(forward.cut, sections=exchanged)
     with pytest.raises(NotCutError, match="uses its parameters"):
-        prove_forward(*forward._replace(plan=plan))
+        prove_forward(*forward._replace(cut=cut))
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
@@ -466,7 +466,7 @@ def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     options = {"split": split, "inner": "aot_eager"}
     torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
-    (plan,) = ddpopt.explain(ddp).cuts
-    assert plan.fallback is Reason.NOT_PROVEN
+    (cut,) = ddpopt.explain(ddp).cuts
+    assert cut.fallback is Reason.NOT_PROVEN
     (said,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]
     assert (said.levelname, "section 3 is another's" in said.getMessage()) == ("WARNING", True)

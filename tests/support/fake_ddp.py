@@ -64,12 +64,12 @@ class FakeDDP(DistributedDataParallel):
 
 
 def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Cut:
-    """Return the plan for a module whose forward is one graph."""
+    """The cut of a module whose forward is one graph."""
     torch._dynamo.reset()
     ddp = FakeDDP(module, **ddp_options)
     torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(*inputs)
-    (plan,) = ddpopt.explain(ddp).cuts
-    return plan
+    (cut,) = ddpopt.explain(ddp).cuts
+    return cut
 
 
 def real_buckets(ddp: DistributedDataParallel) -> list[list[int]]:

@@ -23,7 +23,7 @@ def order_arrival(
     place: Mapping[int, float],
     later: Sequence[Parameter] = (),
     earlier: Sequence[Parameter] = (),
-    is_last: bool = False,
+    ends_forward: bool = False,
 ) -> tuple[Parameter, ...]:
     """All parameters of a Reducer in the order in which their gradients become final.
 
@@ -34,7 +34,7 @@ def order_arrival(
         later: parameters of graphs that run after this one in forward, in arrival order. They
             arrive before the graph's own.
         earlier: the same of graphs that run before this one. They arrive after the graph's own.
-        is_last: no other graph can follow this one in forward.
+        ends_forward: no other graph can follow this one in forward.
     """
     place_later = {parameter.index: position for position, parameter in enumerate(later)}
     place_earlier = {parameter.index: position for position, parameter in enumerate(earlier)}
@@ -49,7 +49,7 @@ def order_arrival(
             return (1, place_later[index], 0)
         # No known graph uses it. It is assumed to belong to a graph not seen yet, if one can
         # follow. Else it is unused, and the Reducer of a static graph puts it last.
-        return (4, index, 0) if is_last else (0, 0, -index)
+        return (4, index, 0) if ends_forward else (0, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 

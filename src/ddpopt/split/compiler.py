@@ -273,7 +273,9 @@ class GraphCompiler:
             {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
         )
         # No other graph can follow it in the module's forward.
-        self._is_last = _torch.is_whole_forward(module_path) and not _torch.ends_in_graph_break(gm)
+        self._ends_forward = _torch.is_whole_forward(
+            module_path
+        ) and not _torch.ends_in_graph_break(gm)
 
         self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
         self._uncut = dataclasses.replace(
@@ -327,7 +329,9 @@ class GraphCompiler:
         for index in rules.arrives_last:
             if index in place:
                 place[index] = math.inf
-        arrival = order_arrival(self._reduced, place, self._later, self._earlier, self._is_last)
+        arrival = order_arrival(
+            self._reduced, place, self._later, self._earlier, self._ends_forward
+        )
         # Buckets that the Reducer will be given soon, or has now; None if they are not known.
         expected = None if self._uncut.is_shared else self._state.expected_buckets
         actual = self._state.buckets
@@ -411,7 +415,7 @@ class GraphCompiler:
             "parameters": self._reduced,
             "argument of each parameter": self.argument_of,
             # The order in which gradients arrive depends on the graphs before and after this one.
-            "neighbours": (self._later, self._earlier, self._is_last),
+            "neighbours": (self._later, self._earlier, self._ends_forward),
             "how the Reducer forms buckets": self._state.rules,
             "buckets now": _as_tuples(self._state.buckets),
             # Cuts are finer while better buckets are searched for.
