@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from tests.support.fake_ddp import assigned_by_torch, plan_of, real_buckets
+from tests.support.fake_ddp import assigned_by_torch, cut_of, real_buckets
 from tests.support.models import MLP
 
 WIDE = 512  # a layer of this width holds 1.002 MiB
@@ -265,7 +265,7 @@ def test_random_modules_have_the_buckets_of_the_reducers_own_function(
 ) -> None:
     """Given the arrival order that the order of use implies, whatever is shared or frozen."""
     layers, order, cap = tree
-    cut = plan_of(Ordered(layers, order), torch.randn(2, 8), bucket_cap_mb=cap)
+    cut = cut_of(Ordered(layers, order), torch.randn(2, 8), bucket_cap_mb=cap)
     parameters = [p for p in layers.parameters() if p.requires_grad]
     used: list[int] = []
     for i in order:

@@ -63,7 +63,7 @@ class FakeDDP(DistributedDataParallel):
         return {"has_rebuilt_buckets": 1}
 
 
-def plan_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Cut:
+def cut_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Cut:
     """The cut of a module whose forward is one graph."""
     torch._dynamo.reset()
     ddp = FakeDDP(module, **ddp_options)

@@ -273,9 +273,8 @@ class GraphCompiler:
             {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
         )
         # No other graph can follow it in the module's forward.
-        self._ends_forward = _torch.is_whole_forward(
-            module_path
-        ) and not _torch.ends_in_graph_break(gm)
+        is_whole_forward = _torch.is_whole_forward(module_path)
+        self._ends_forward = is_whole_forward and not _torch.ends_in_graph_break(gm)
 
         self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
         self._uncut = dataclasses.replace(
