@@ -79,7 +79,8 @@ def backend(
             _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
         return compiler.compile_whole(gm, example_inputs, ddp, resolved, refusal)
     except Exception as error:
-        # Of Inductor, or of the user's inner compiler: raised as it is, with a remedy if we know.
+        # Inductor, or the user's inner compiler, may raise anything. It is raised on, with a
+        # remedy if we know one.
         if "InvalidCxxCompiler" in str(error):  # Python 3.10 has no notes
             remedy = f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
             getattr(error, "add_note", _logs.warning)(remedy)

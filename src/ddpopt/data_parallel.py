@@ -157,7 +157,8 @@ class DataParallel(nn.Module):
                 with modes.applied(), _current(device, stream):
                     return self._compiled(module, *share)
             except Exception as error:
-                # Of the user's forward: it is raised as it is, with the device added.
+                # The user's forward may raise anything. The error is raised on, with the device
+                # added.
                 _add_note(error, f"in replica {index} on {device}")
                 raise
 
@@ -428,8 +429,8 @@ class _Hooks:
     """
 
     def __init__(self) -> None:
-        # By id; each hook is kept alive beside its caller, so that no other hook gets its id. The
-        # caller stays the same, because graphs are guarded on it.
+        # Hooks by their id. Each is kept alive beside its caller, so that no other hook gets its
+        # id. The caller stays the same, because graphs are guarded on it.
         self._known: dict[int, tuple[Hook, Hook]] = {}
 
     def callers(self, module: nn.Module) -> dict[int, Hook]:

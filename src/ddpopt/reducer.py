@@ -126,7 +126,7 @@ def find_misplaced(
     """
     own_indices = {parameter.index for parameter in own}
     actual_bucket_of: dict[int, int] = {}
-    # What the actual buckets have of `own`, without those that have nothing.
+    # The members of `own` in each actual bucket, without buckets that have none.
     actual_parts: list[set[int]] = []
     for number, indices in enumerate(actual):
         actual_bucket_of.update(dict.fromkeys(indices, number))
@@ -168,7 +168,7 @@ def _fill(
     Each comes with the limit that applied.
     """
     closed: list[tuple[list[Parameter], int]] = []
-    # By group: the bucket that is being filled, its size, and how many were closed before it.
+    # For each group: the bucket that is being filled, its size, and how many were closed before it.
     filling: dict[str, list[Parameter]] = {}
     num_bytes = collections.Counter[str]()
     num_closed = collections.Counter[str]()

@@ -188,7 +188,7 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, sp
     """On all ranks in one step, and the same steps follow as before."""
     first, second = ranks.run(_train_until_judged, split, 1.0)
     for one in (first, second):
-        assert "buckets are those of before again: iterations, predicted to get " in one["outcome"]
+        assert "the previous buckets are back: iterations, predicted to get " in one["outcome"]
         assert one["hash"] is None
         assert one["graphs"] == (1 if split == "auto" else 3)
         assert one["as_planned"] == [True]
@@ -215,7 +215,7 @@ def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
 def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
     first, second = ranks.run(_train_and_reset_meanwhile, 1.0)
     assert first == second
-    assert "buckets are those of before again" in first[0]
+    assert "the previous buckets are back" in first[0]
     assert first[1] == 1
 
 

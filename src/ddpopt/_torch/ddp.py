@@ -174,8 +174,8 @@ class _Reduced(NamedTuple):
     is_sparse: bool
 
 
-# What each Reducer reduces, in its order. Plans made at different times have to speak of the same
-# parameters, so names stay, whatever the module calls them later.
+# The parameters of each Reducer, in its order. Plans made at different times have to speak of the
+# same parameters, so names stay, whatever the module calls them later.
 _reduced: weakref.WeakKeyDictionary[Any, tuple[_Reduced, ...]]
 _reduced = weakref.WeakKeyDictionary()
 
@@ -459,7 +459,7 @@ def _bound_to(hook: Any) -> list[Any]:
     return found
 
 
-# What cannot be another state for each bucket.
+# Types whose values cannot be changed from bucket to bucket.
 _CONSTANTS = (
     *(type(None), int, float, str, type, torch.dtype, torch.device, dist.ProcessGroup),
     *(types.FunctionType, types.BuiltinFunctionType),
@@ -542,8 +542,9 @@ _NEW = "nobody: the new one is made for other buckets than these"
 _NO_PART = "nobody: the module or its tensors keep it, and the Reducer has no part in it"
 _REFUSED = "nobody: it is a `DDPMode` that keeps its Reducer"
 
-# From whom a new Reducer has what DDP's constructor takes and its properties set. One that is not
-# here may be lost in it: see `find_unknown_setting`, and the test that compares with torch.
+# The source from which a new Reducer gets each argument of DDP's constructor, and each property
+# that can be set. One that is not here may be lost: see `find_unknown_setting`, and the test that
+# compares with torch.
 GIVEN_BY = {
     "module": _NO_PART,
     "device_ids": _NO_PART,

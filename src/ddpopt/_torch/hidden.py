@@ -85,8 +85,8 @@ def _hide_frames() -> None:
         return
     result, action = names.CALLBACK_RESULT.get(), names.FRAME_ACTION.get()
     strategy = names.FRAME_STRATEGY.get()
-    # What becomes of a frame, and of the frames that begin while it runs. Dynamo asks once for a
-    # function, and remembers.
+    # The answer says what becomes of a frame, and of the frames that begin while it runs. Dynamo
+    # asks once for a function, and remembers.
     skipped = result(frame_exec_strategy=strategy(action.SKIP, action.SKIP))
     skipped_alone = result(frame_exec_strategy=strategy(action.SKIP, action.DEFAULT))
 

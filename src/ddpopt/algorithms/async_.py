@@ -107,7 +107,7 @@ class AveragingLoop:
         self._interval_s = interval_s
         self._owner = weakref.ref(owner)
         self._thread: threading.Thread | None = None
-        # What ended the thread, if nobody told it to end.
+        # The error that ended the thread, or a `stop` that timed out.
         self._error: Exception | None = None
         # This rank wants all to stop together; this thread has to end by itself.
         self._wants_stop, self._is_over = threading.Event(), threading.Event()
@@ -116,7 +116,7 @@ class AveragingLoop:
         _loops.add(self)
 
     def check(self) -> None:
-        """Raise what ended the thread, if nobody told it to end."""
+        """Raise the error that ended the thread, or a `stop` that timed out."""
         if self._error is not None:
             # A copy: the original would collect frames, which keep the owner alive.
             raise copy.copy(self._error) from self._error
@@ -316,7 +316,7 @@ class AsyncModelAverageHandle(Handle):
         self._release_lock()
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        # Without the facts of that: ranks may have made different numbers of steps.
+        # Its facts are left out, because ranks may have made different numbers of steps.
         super().check_state(state)
         num_steps = min(state["num_steps"], self.algorithm.warmup_steps)
         return [Fact("steps of the warm-up", str(num_steps))]

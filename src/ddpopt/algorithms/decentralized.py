@@ -26,7 +26,7 @@ BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 
 class DecentralizedHandle(BackgroundHandle):
     algorithm: Decentralized
-    # From a step's forward to its update: the weights that were sent, and what becomes of them.
+    # The weights that were sent, and their average to come; from a step's forward to its update.
     _sent: Sequence[torch.Tensor] = ()
     _averaged: torch.futures.Future[list[torch.Tensor]] | None = None
 
@@ -145,7 +145,7 @@ class LowPrecisionDecentralizedHandle(Handle):
             # A message for each bucket of weights; none on ranks that lead no node.
             messages = [] if self.replicas is None else _encode_changes(flat, self.replicas)
             flags, work = self._collect_flags(messages)
-            # Of this leader, the left and the right one, as `Replicas` has them.
+            # The messages of this leader, the left and the right one, in the order of `Replicas`.
             received = self._swap(torch.cat(messages)) if messages else []
             work.wait()
         self._raise_problem(flags.tolist())

@@ -38,7 +38,7 @@ from ddpopt.ranks.agree import Fact, communicating, require_equal
 Bucket = Any  # torch.distributed.GradBucket
 GradientFuture = Any  # torch.futures.Future[torch.Tensor]; DDP refuses other annotations
 
-# What a saved state counts.
+# The counters in a saved state.
 _COUNTERS = ("num_steps", "num_communications")
 # See docs/reading-the-logs.md.
 _METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")
@@ -60,7 +60,7 @@ class Handle:
         self.algorithm, self.training = algorithm, training
         self.weights = FlatWeights(training.parameters)
         self.num_steps = self.num_communications = 0
-        # Of steps that have ended.
+        # Counts of steps that have ended.
         self._metrics: dict[str, float] = dict.fromkeys(_METRICS, 0)
         # `num_communications` when the last step had ended; -1 if this step has communicated
         # without being counted.
@@ -77,8 +77,8 @@ class Handle:
         self._has_run_backward = False  # a bucket of that step was reduced
         self._is_reducing = False  # a backward has reduced its first bucket and has not ended
         self._updated: set[torch.optim.Optimizer] = set()  # those that made their update
-        # What went wrong with a bucket, raised at the end of backward: DDP would show it without
-        # its type.
+        # The error of a bucket. It is raised at the end of backward, because DDP would show it
+        # without its type.
         self._failure: Exception | None = None
 
         # ---- What the model and its optimizers hold of this, see `_take_over` ----
@@ -238,7 +238,7 @@ class Handle:
     def metrics(self) -> dict[str, float]:
         """The numbers that docs/reading-the-logs.md lists; `ddpopt.metrics` has them too."""
         sent_bytes = self.groups.sent_bytes
-        # What DDP's allreduces of all gradients would have sent in these steps.
+        # The bytes that DDP would have reduced in these steps.
         reduced_bytes = self._metrics["steps"] * sum(p.nbytes for p in self.training.parameters)
         saved_bytes = ring_bytes(reduced_bytes, self.training.group.size()) - sent_bytes
         values = {

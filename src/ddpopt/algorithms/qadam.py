@@ -201,7 +201,7 @@ class QAdamHandle(BackgroundHandle):
         return self.run_behind_backward(bucket, average_momenta)
 
     def begin_step(self) -> None:
-        # The same for all buckets of the step.
+        # All buckets of a step have the same warm parameters.
         self._warm = {}
         for optimizer in self.training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):

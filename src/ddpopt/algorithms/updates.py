@@ -4,7 +4,7 @@ A handle learns of an update from the hooks of the optimizers that `attach` was 
 can go past it. An optimizer that was not given may update the model, such as one that was made
 anew; for that all optimizers of the process are watched. Or the `step` of one that was given was
 replaced by a function that calls no hooks; then weights change and no hook was called. A load of a
-checkpoint looks the same, so of an optimizer whose hooks were called once this is not looked for.
+checkpoint looks the same, so optimizers that have called a hook once are not checked for this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UpdateWatch:
     """Watches for updates that one handle is not told of.
 
     An update is looked for between a backward that reduces gradients and the next forward; what
-    is written to weights at other times is nobody's update.
+    is written to weights at other times is ignored.
     """
 
     def __init__(self, training: Training) -> None:
@@ -39,17 +39,17 @@ class UpdateWatch:
         # How many updates of given optimizers have begun, and how many of these have not ended.
         self._num_given_begun = 0
         self._num_given_running = 0
-        # Of each other optimizer whose update is running: `_num_given_begun` when it began.
+        # Other optimizers whose update is running, with the `_num_given_begun` of when it began.
         self._others_running: dict[torch.optim.Optimizer, int] = {}
         # The class of one that should have been given; "" if there was none.
         self._stranger = ""
 
         # ---- Given optimizers whose `step` was replaced ----
-        # Those that have not called a hook yet. With each, its baseline: the versions that its
-        # parameters had when it was last known that nobody had updated them.
+        # Given optimizers that have not called a hook yet, with their baseline: the versions of their
+        # parameters when it was last known that nobody had updated them.
         self._silent: dict[torch.optim.Optimizer, list[int]]
         self._silent = {optimizer: [] for optimizer in training.optimizers}
-        # Those of `_silent` whose parameters were written after their baseline.
+        # The ones among `_silent` whose parameters were written after their baseline.
         self._written: set[torch.optim.Optimizer] = set()
 
     # ---- What the handle reports ----
@@ -91,7 +91,7 @@ class UpdateWatch:
         Raises:
             AttachError: another optimizer than those given has updated the model.
         """
-        # Of a step() that raised, the end was not reported.
+        # If a step() raised, its end was not reported.
         self._num_given_running = 0
         self._others_running.clear()
         if self._stranger:
@@ -142,8 +142,8 @@ class UpdateWatch:
 
 # ---- All optimizers of the process ---------------------------------------------------------------
 
-# One pair of the process's hooks serves all handles. Neither the set nor the hooks keep one alive.
-# Hooks are not removed when a handle is collected: torch may be walking over them just then.
+# All handles share one pair of the process's hooks. Neither the set nor the hooks keep a handle
+# alive. Hooks are not removed when a handle is collected: torch may be walking over them just then.
 _watches: weakref.WeakSet[UpdateWatch] = weakref.WeakSet()
 _hooks_of_all: list[Any] = []
 

@@ -206,7 +206,8 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
             try:
                 result = compute()
             except Exception as error:
-                # Of the model, in a step that communicates: raised below, on all ranks.
+                # The model may raise anything. Ranks communicate here, so it is raised below, on
+                # all of them.
                 result = error
     except PeerError as error:
         raise _BrokenOffError(str(error)) from error
@@ -373,7 +374,7 @@ def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
     try:
         is_compiled_around = forward.backend is _torch.lookup_backend("ddpopt")
         if is_compiled_around and not _torch.compiled_functions(ddp):
-            # By torch.compile(ddp), or by that of a function which calls DDP.
+            # It is compiled by torch.compile(ddp), or as part of a function that calls DDP.
             model = _torch.compiled_by(forward.callback, ddp)
         elif is_compiled_by_us(ddp):
             model = ddp
@@ -411,8 +412,8 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
     except (_BrokenOffError, DisagreementError):
         raise
     except Exception as error:
-        # Of the model, of a batch that cannot be copied, of a loss that is none: no reason not to
-        # train, so it costs the verification, and a line says so.
+        # The model may raise anything, the batch may not be copied, the loss may be none. That is
+        # no reason not to train: it costs the verification, and a line says so.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         names_mode = any(mode.value in reason for mode in KEEPING_FROM_REHEARSAL)
         remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"

@@ -99,7 +99,7 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
     planned: list[tuple[Parameter, ...]] = []
     for cut in cuts:
         if cut.buckets and not cut.is_shared:
-            # The last one stays: the latest graph knows of the most others.
+            # Each replaces the one before, since the latest graph knows of the most others.
             planned = [bucket.parameters for bucket in cut.buckets]
     actual: list[tuple[Parameter, ...]] = []
     reported = state.get(ddp).reported_buckets
@@ -113,7 +113,7 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
     for index in range(max(len(planned), len(actual))):
         planned_here = planned[index] if index < len(planned) else ()
         actual_here = actual[index] if index < len(actual) else ()
-        # Where both are known and differ, the page says so.
+        # If both are known and differ, `is_as_planned` says so.
         members = planned_here or actual_here
         names = {parameter.name for parameter in members}
         graphs = [cut for cut in newest_cuts if names & {p.name for p in cut.arrival}]

@@ -262,7 +262,7 @@ def _graph_data(cut: Cut, text: GraphText) -> dict[str, Any]:
     section_names = ("index", "num_nodes", "first_node", "parameters", "completes")
     sections: list[dict[str, Any]] = []
     for index, section in enumerate(cut.sections or [cut.as_one_section(first_node)]):
-        # Where no text was made of a graph, there are no calls to show.
+        # There are no calls to show if no text was made of the graph.
         members = nodes[index] if index < len(nodes) and nodes[index] else ()
         section_data = _fields(section, *section_names)
         section_data["nodes"] = [node._asdict() for node in members]

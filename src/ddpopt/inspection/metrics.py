@@ -75,7 +75,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
 
 # After a reset, which has everything compiled anew, a new one begins.
 _clocks: Slot[IterationClock | None] = Slot(lambda: None, is_kept_at_reset=False)
-# What adds to the metrics of a module.
+# A function for each module that finds what adds to its metrics.
 _sources: Slot[Callable[[], Source | None]] = Slot(lambda: lambda: None, is_kept_at_reset=True)
 
 

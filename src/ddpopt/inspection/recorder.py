@@ -44,7 +44,7 @@ from ddpopt.steps.forwards import (
 from ddpopt.steps.sections import Label, listen, show_range
 from ddpopt.steps.timer import Step, StepTimer
 
-# What process groups call their allreduces in a profile; on a GPU the kernel gives the finish.
+# The names of process groups' allreduces in a profile; on a GPU the kernel gives the finish.
 _ALLREDUCE = re.compile(r"(gloo|mpi|ucc|xccl):all_?reduce$|nccl\w*Kernel.*AllReduce")
 
 _NO_STEPS = (
@@ -83,7 +83,7 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
     recording = Recording(rank=dist.get_rank(ddp.process_group))
     clock = Clock(device_of(ddp))
     clock.finish()  # so that the device has caught up with the CPU
-    # One moment by both clocks: events of the profiler have Unix time.
+    # The same moment by both clocks, since events of the profiler have Unix time.
     start_unix_ns, start_s = time.time_ns(), clock.now()
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
     is_on = _torch.shows_ranges()  # torch's profiler, which cannot be on twice

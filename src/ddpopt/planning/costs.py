@@ -262,7 +262,7 @@ class Network:
                 + steps_between / nodes / self.bytes_per_s
             )
         elif self.algorithm == "ring":
-            # Of the successive messages, one in `inside` goes from a node to the next.
+            # One message in `inside` goes from a node to the next.
             steps_between = math.ceil(steps / inside)
             latency = steps_between * self.latency_s
             latency += (steps - steps_between) * self.node_latency_s

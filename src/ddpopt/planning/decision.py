@@ -21,8 +21,8 @@ from ddpopt.planning.plan import plan_buckets
 from ddpopt.planning.stopwatch import Measured
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
 
-# Parts of an iteration, as predicted: a gain below the first is never worth a change, one above
-# the second always is. In between it has to exceed the prediction's own error.
+# Parts of an iteration, as predicted. Buckets never change for a gain below _LEAST_GAIN, and always
+# for one above _LARGE_GAIN. In between the gain has to exceed the prediction's own error.
 _LEAST_GAIN = 0.03
 _LARGE_GAIN = 0.1
 # The part of an iteration, as measured, for which a change is kept.
@@ -187,5 +187,5 @@ def judge(
     if gain >= _LEAST_MEASURED_GAIN:
         return Verdict(f"measured: iterations got {gain:.0%} shorter ({times}; {predicted})")
     return Verdict(
-        f"buckets are those of before again: iterations, {predicted}, took {times}", is_worse=True
+        f"the previous buckets are back: iterations, {predicted}, took {times}", is_worse=True
     )

@@ -84,8 +84,9 @@ def estimate(
         first = next(iter(trained.values()))
         device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
     costs = call_costs(graph, device)
-    # By place in the graph: 0 is ready at once, such as an input that is passed through; the last
-    # is the end of backward. A gradient may precede the loss if it does not depend on its value.
+    # The times are by position in the graph: 0 is ready at once, such as an input that is passed
+    # through; the last is the end of backward. A gradient may precede the loss if it does not
+    # depend on its value.
     ends_s = [0.0, *itertools.accumulate(cost.seconds for cost in costs.values())]
     ends_s.append(ends_s[-1])
     places = {name: place for place, name in enumerate(costs, 1)}
@@ -162,7 +163,8 @@ def _trace(
     except PlanError:
         raise
     except Exception as error:
-        # Of the model's own forward, or of torch, which traces it with tensors that have no values.
+        # The model's own forward may raise anything, and so may torch, which traces it with tensors
+        # that have no values.
         reason = str(error).partition("\n")[0]
         raise PlanError(
             f"{type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); the "
@@ -225,7 +227,7 @@ def call_costs(graph: fx.Graph, device: Device) -> dict[str, CallCost]:
             symbolic shape.
     """
     values = _Values(graph)
-    # By the operation's name: other overloads, and the same operation elsewhere, cost the same.
+    # Formulas are looked up by the operation's name alone, since all its overloads cost the same.
     registry = FlopCounterMode(display=False).flop_registry
     formulas = {getattr(target, "__name__", ""): formula for target, formula in registry.items()}
     costs = {}

@@ -50,7 +50,7 @@ def watch(ddp: DistributedDataParallel) -> None:
 class _Watch(IterationClock):
     def __init__(self) -> None:
         super().__init__()
-        # What DDP logged of each step, by its number, and how long its iteration took.
+        # By step number: what DDP logged of the step, and how long its iteration took.
         self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:

@@ -192,8 +192,8 @@ def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, .
 
     The k-th cap is for the k-th bucket, the last one for all further ones.
     """
-    # As `reducer.predict_buckets` does for any groups. A search calls this often, while other ranks
-    # wait.
+    # The same rule as in `reducer.predict_buckets`, for one group: a search calls this often, while
+    # other ranks wait.
     sizes: list[int] = []
     size = num_bytes = 0
     for gradient in profile.gradients:

@@ -43,7 +43,7 @@ _MIB = 1024 * 1024
 _VERSION = 1
 DDP_DEFAULT_CAPS = (_MIB, 25 * _MIB)
 _NUM_STEPS = 5  # that are timed
-# What an additional section of backward costs: benchmarks/cost/overhead.py measured 40 us.
+# The cost of an additional section of backward; benchmarks/cost/overhead.py measured 40 us.
 _CUT_S = 50e-6
 
 

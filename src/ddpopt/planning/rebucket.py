@@ -196,7 +196,7 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
 
 def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
     """Say what a comm hook of torch's own keeps of the present buckets; "" if there is nothing."""
-    # By name: importing its class needs numpy.
+    # The class is recognised by its name, because importing it needs numpy.
     if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
         return "is PowerSGD, which keeps errors by bucket"
     if _torch.runs_optimizers(ddp):

@@ -32,14 +32,14 @@ class Measured:
 
     # Why there are no times.
     problem: str = ""
-    # Those that the Reducer had, by parameter index.
+    # The Reducer's buckets in these steps, by parameter index.
     buckets: tuple[tuple[int, ...], ...] = ()
     # When each gradient arrived, from the end of forward, in the order of `buckets`.
     ready_s: tuple[float, ...] = ()
     forward_s: float = 0.0
-    # From the end of forward to the end of backward.
+    # The time from the end of forward to the end of backward.
     backward_s: float = 0.0
-    # From there to the next forward.
+    # The time from the end of backward to the next forward.
     between_s: float = 0.0
 
     @property
@@ -74,10 +74,10 @@ class Stopwatch(StepTimer):
         if not buckets:
             return Measured(problem="DDP did not tell its buckets")
         arrival = list(itertools.chain.from_iterable(buckets))
-        # With a Reducer that looks for unused parameters, these need not arrive.
+        # A Reducer that looks for unused parameters does not need all gradients.
         needed = set(arrival) if _torch.follows_arrival_order(ddp) else set()
         timed = self.steps[self._num_untimed :]
-        # With the step that follows each: an iteration ends where the next one begins.
+        # Pairs of a step and the next one, since an iteration ends where the next one begins.
         complete = [
             (step, following)
             for step, following in itertools.pairwise(timed)
@@ -94,7 +94,7 @@ class Stopwatch(StepTimer):
         ready_s = []
         for index in arrival:
             times_s = [
-                # One that did not arrive counts as ready at once.
+                # A gradient that did not arrive counts as ready at once.
                 seconds(step.forward_ended, step.ready.get(index, step.forward_ended))
                 for step, _ in complete
             ]

@@ -161,8 +161,8 @@ def _run(
     """
     now_s = 0.0
     done_s = 0.0  # of the computation
-    # What is left of the running transfer, in seconds: its bytes and its start-up, which is taken
-    # from the end first. So bytes move where one is left, and none is running where none is.
+    # The phases that the running transfer still has, and their seconds. The last one runs: first
+    # the start-up, then the bytes. The list is empty while no transfer runs.
     phases: list[float] = []
     launched_s = 0.0
     reached: list[float] = []
@@ -216,7 +216,7 @@ def undisturbed(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCo
     for bucket in buckets:
         previous_end_s = moving[-1][1] if moving else 0.0
         begin_s = max(ready_s[bucket.last], previous_end_s) + cost.startup_s
-        # What of it runs beside computation takes longer.
+        # The part that runs beside computation takes longer.
         transfer_s = cost.s_per_byte * bucket.num_bytes
         beside_s = min(transfer_s, max(0.0, ready_s[-1] - begin_s) / cost.contention)
         moving.append((begin_s, begin_s + beside_s * cost.contention + transfer_s - beside_s))

@@ -134,18 +134,18 @@ class _Tuner(Subscriber):
         self.source = source
         # The best plan that was found, or the one from the file.
         self.best: BucketPlan | None = None
-        # What this rank knows of the stages that are over; mostly all ranks do.
+        # The result of the stages that are over, for users.
         self._outcome = ""
         # None when all is over.
         self._stage: _Stage | None = _SEARCH if source == "auto" else _GIVEN
-        # Of this stage, from its first forward on.
+        # Measures the present stage. It is made in the first forward of the stage.
         self._stopwatch: Stopwatch | None = None
         # The meeting that this rank has announced.
         self._meeting: JointDecision | None = None
         # How often ranks have met at the end of this stage, and put it off by a step.
         self._num_postponed = 0
         self._idle = _IdleForwards()
-        # During the comparison: what it is to be compared with.
+        # The change that is being judged, during the comparison.
         self._change: _Change | None = None
 
         if self._stage is _GIVEN:
@@ -381,7 +381,7 @@ class _Tuner(Subscriber):
 class _Change(NamedTuple):
     """A change of buckets that is to be judged: what there was before, and what was predicted."""
 
-    # By rank: large, so it is dropped with the verdict.
+    # What each rank measured. It is large, so it is dropped with the verdict.
     measured_before: Sequence[Measured]
     caps_bytes_before: Sequence[int]
     # The part of an iteration that the change should save.
@@ -417,7 +417,7 @@ class _IdleForwards:
 
 # A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
 _tuners: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=True)
-# Those for which code was compiled since the last reset.
+# The tuners of modules for which code was compiled since the last reset.
 _tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=False)
 
 

@@ -39,7 +39,7 @@ def communicating(what: str) -> Iterator[None]:
     except PeerError:
         raise  # it says what to do
     except torch.OutOfMemoryError:
-        raise  # this rank's own affair
+        raise  # a failure of this rank alone
     except RuntimeError as error:
         # A collective that fails raises one of several subclasses, or RuntimeError itself.
         raise PeerError(
@@ -152,8 +152,8 @@ def require_equal(
         if isinstance(problem, DDPOptError) or type(problem) in _PASSED_ON:
             report = _Report(problem=problem)
         else:
-            # Of code that users or others wrote. Its class may not be known to the other ranks, or
-            # may not be made of a text alone.
+            # Code that users or others wrote raised it. Other ranks may not know its class, or may
+            # not be able to make it of a text alone.
             cause = problem
             report = _Report(problem=error_type(f"{type(problem).__name__}: {problem}"))
     reports = all_gather_object(ddp, report, "comparing settings with the other ranks", group)
@@ -171,7 +171,7 @@ def require_equal(
 
 def find_difference(facts_by_rank: Sequence[Sequence[Fact]], remedy: str) -> str | None:
     """Where ranks first differ from rank 0, which do, and what to do; None if none does."""
-    # By name, in the order in which the first rank that has it tells it.
+    # The names of all facts, in the order in which they first appear.
     names: dict[str, None] = {}
     by_name: list[dict[str, Fact]] = []
     for facts in facts_by_rank:

@@ -115,7 +115,7 @@ def make_section_graphs(
     gradients = gradient_nodes(gm)
     repeats = repeats_of(gm)
 
-    # What each section makes, releases, and reads from outside.
+    # The values that each section makes, releases, and reads from outside.
     made = [[calls[i] for i in chosen.order[s.start : s.stop]] for s in chosen.sections]
     made[0] = [*snapshots, *made[0]]
     released = [[gradients[argument] for argument in arguments] for arguments in chosen.releases]
@@ -146,7 +146,7 @@ def make_section_graphs(
             outputs.append(builder.clone_of(value) if is_needed else value)
         flow = Flow(
             takes=tuple(slot_of[node] for node in takes),
-            # What nobody reads is dropped by the first section.
+            # Values that nobody reads are dropped by the first section.
             drops=tuple(slot for node, slot in slot_of.items() if last_taken.get(node, 0) == k),
             keeps=tuple(slot_of[node] for node in kept[k]),
             releases=chosen.releases[k],

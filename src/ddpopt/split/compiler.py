@@ -284,7 +284,7 @@ class GraphCompiler:
         self._was_autocast_on = _torch.is_autocast_on()
         # `_cut_backward` sets it: where the token and the gradients are.
         self._device = torch.device("cpu")
-        # What AOTAutograd's callbacks leave for each other, and for `_cut_backward`: see there.
+        # AOTAutograd's callbacks leave these for each other, and for `_cut_backward`.
         self._saved: Mapping[str, int] = {}
         self._stored: _StoredCut | None = None
         self._further_sections: list[CompiledSection] = []
@@ -307,7 +307,8 @@ class GraphCompiler:
             except _torch.control_flow_exceptions():
                 raise
             except Exception as error:
-                # As in `compile_under_ddp`; the forward may be cut in its place.
+                # Any error costs the cut of backward, as in `compile_under_ddp`; forward may be cut
+                # instead.
                 refusal = NotCutError.because_of(error, in_backward=True)
                 if not refusal.reason.is_of_backward:
                     raise
@@ -549,7 +550,7 @@ def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[int, ...], ...] | N
 
 
 def _text_of_backward(sections: Sequence[SectionGraph]) -> GraphText:
-    # What a section returns first are the values that it keeps; by slots, they are found again.
+    # A section returns first the values that it keeps. They are found again by their slots.
     outputs = [dict(zip(s.flow.keeps, output_values(s.graph), strict=False)) for s in sections]
     return GraphText(
         nodes=tuple(describe(call_nodes(section.graph.graph)) for section in sections),
@@ -558,7 +559,7 @@ def _text_of_backward(sections: Sequence[SectionGraph]) -> GraphText:
 
 
 def _crossings_of_forward(stitched: fx.GraphModule) -> Any:
-    # What goes from one section to another are elements of the tuples that they return.
+    # Values go from one section to another as elements of the tuples that sections return.
     calls = list(stitched.graph.find_nodes(op="call_module"))
     outputs = []
     for call in calls:

@@ -39,7 +39,7 @@ class Section:
     start: int
     stop: int
     first_node: str
-    # Those whose gradients become final in this section's backward, in arrival order.
+    # The parameters whose gradients become final in this section's backward, in arrival order.
     parameters: tuple[str, ...]
     # The indices of those of the cut's buckets whose last gradient this section produces.
     completes: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Cut:
     fallback: Reason | None = None
     # Completes the sentence of `fallback` or `backward_fallback`.
     detail: str = ""
-    # The same compiled graph may run for several modules, and was cut for the first of them.
+    # Whether the graph may run for several modules; it was cut for the first of them.
     is_shared: bool = False
     # Which graph has the sections, "forward" or "backward".
     split: str = "forward"

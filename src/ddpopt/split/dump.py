@@ -36,7 +36,7 @@ Graphs = Mapping[str, fx.GraphModule]  # by name
 
 _LONGEST_NAME = 60  # of a folder
 
-# One per compile, by Dynamo's graph.
+# The folder of each compile, by Dynamo's graph.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, Path] = weakref.WeakKeyDictionary()
 _given_up: set[str] = set()  # values of `dump_dir` where writing failed
 
@@ -171,7 +171,7 @@ def graph_of_cuts(
         graph.add_node(f"bucket {index}", kind="bucket", parameters=", ".join(names), **attributes)
     for cut in cuts:
         num_bytes = {parameter.name: parameter.num_bytes for parameter in cut.arrival}
-        # By its two ends, what each edge carries: the bytes of gradients, or of other values.
+        # Edges by their two ends, with what they carry: the bytes of gradients, or of other values.
         edges: dict[tuple[str, str], dict[str, int]] = {}
         for section in cut.sections or [cut.as_one_section()]:
             node = cut.name_of(section)

@@ -74,7 +74,7 @@ class ForwardFacts:
     """
 
     num_calls: int
-    # By the index of each DDP parameter, its first differentiable use: the call after which, in
+    # The first differentiable use of each DDP parameter, by its index: the call after which, in
     # backward, its gradient is final.
     first_use: Mapping[int, int]
     # Whether a boundary at p is possible, for p from 0 to `num_calls`.
@@ -82,7 +82,7 @@ class ForwardFacts:
     # The last call that uses what call i returns or writes to; `num_calls` for the output.
     last_effect: Sequence[int]
     call_names: Sequence[str]
-    # Whether call i is not known to be pure.
+    # For each call: whether it is not known to be pure.
     is_fixed: Sequence[bool]
 
 
@@ -243,7 +243,7 @@ class BackwardFacts:
 
     call_names: Sequence[str]
     is_repeat: Sequence[bool]
-    # Whether call i has effects.
+    # For each call: whether it has effects.
     is_ordered: Sequence[bool]
     # The calls whose values call i uses, with their ties to it. None for a repeat.
     reads: Sequence[Mapping[int, Tie]]
@@ -260,7 +260,7 @@ class BackwardFacts:
     # The next three are explained in [Note: order, as a hook sees it].
     # The calls that may not run behind a release before which they stand, and where they stand.
     pinned_places: Mapping[int, int]
-    # Where the gradient of each argument is released.
+    # The place at which the gradient of each argument is released.
     release_places: Mapping[int, int]
     # Calls of the forward, and those arguments among the ones they read of which they may as well
     # read snapshots: these reads stand before all releases. A call that reads parameters besides
@@ -344,7 +344,7 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
     is_ordered = [not is_pure(node) for node in calls]
-    # What is behind each value, looking through repeats: the calls that made it, and the arguments
+    # The origin of each value, looking through repeats: the calls that made it, and the arguments
     # in whose memory it may be.
     makers: dict[fx.Node, tuple[int, ...]] = {}
     arguments: dict[fx.Node, set[int]] = {}

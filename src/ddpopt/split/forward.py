@@ -113,7 +113,8 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     section_of: dict[fx.Node, int] = {}
     for section in sections:
         section_of.update(dict.fromkeys(calls[section.start : section.stop], section.index))
-    # From the last write to the first, so that each section copies what the one before has made.
+    # Writes are handled from the last to the first, so that each section copies what the one before
+    # it has made.
     bounds = [*(section.start for section in sections), len(calls)]
     overwritten = find_overwritten(gm.graph, bounds)
     for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):

@@ -191,7 +191,7 @@ class GatedGraph:
         device: torch.device,
     ) -> None:
         self._compiled = compiled
-        # From the last section to the first: each gate takes the token of the section behind it.
+        # The gates are in reverse order of sections: each takes the token of the section after it.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]
         self._device = device
 

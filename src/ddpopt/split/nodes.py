@@ -29,7 +29,7 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
-# What computes and does nothing else, except for operators that torch knows to be impure.
+# Operators of these libraries compute and do nothing else, unless torch knows them as impure.
 _PURE_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
 _PURE_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
 _pure_operators: dict[Any, bool] = {}

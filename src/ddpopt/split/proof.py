@@ -162,7 +162,7 @@ def _require_order(
     for event in split.events:
         ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
 
-    # Where each event stands in the whole graph.
+    # The place of each event in the whole graph.
     place_of_call = {node: facts.pinned_places.get(k, k) for k, node in enumerate(calls)}
     before_all = {
         (calls[call], ("argument", argument))
@@ -181,7 +181,7 @@ def _require_order(
 
     ordered = sorted(stands_at, key=stands_at.__getitem__)
     places = [stands_at[what] for what in ordered]
-    # Of the first k events, the section in which the last of them runs.
+    # For each k: the last section in which one of the first k events runs.
     last_sections = list(itertools.accumulate((ran_in[w] for w in ordered), max, initial=0))
     for argument, section in released_in.items():
         num_before = bisect.bisect_right(places, facts.release_places[argument])
@@ -291,14 +291,14 @@ class _Program:
     effects: list[Hashable] = field(default_factory=list)
     # Write-backs, by memory.
     writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
-    # In the order in which they were run. A call that reads a copy of an argument's memory reads
-    # that when the copy is made.
+    # The events, in the order in which they ran. A call that reads a copy of an argument's memory
+    # reads it when the copy is made.
     events: list[_Event] = field(default_factory=list)
     # For each graph that was run, its calls that are not known to be pure, as sections count them.
     num_fixed: list[int] = field(default_factory=list)
     # How often each memory has been written.
     _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
-    # Those of autocast that are open, and False for no_grad.
+    # The modes that are open now: those of autocast, and False for no_grad.
     _modes: list[Hashable] = field(default_factory=list)
 
     def number(self, expression: Hashable) -> int:
@@ -323,7 +323,7 @@ class _Program:
         read = [values[source] for source in node.all_input_nodes]
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
-            # The same value in other memory. Who reads a copy of an argument, reads the argument
+            # A copy is the same value in other memory. A call that reads it reads the argument
             # where the copy is made.
             if any(map(_is_argument, read[0].memory)):
                 memory = tuple(("snapshot", self.section, place) for place in read[0].memory)

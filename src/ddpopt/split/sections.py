@@ -43,7 +43,7 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
     """
     total_bytes = sum(parameter.num_bytes for parameter in arrival)
     ends_bytes = [fraction * total_bytes for fraction in _FINE_ENDS]
-    # By how many ends lie before a parameter's first byte.
+    # The members of each fine bucket, by how many ends lie before their first byte.
     members_by_part: dict[int, list[Parameter]] = {}
     start_bytes = 0
     for parameter in arrival:
@@ -163,7 +163,7 @@ def choose_backward_sections(
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
     order = _order_calls(facts, stage)
-    # Where each stage ends in that order.
+    # The end of each stage in that order.
     num_calls = collections.Counter(stage[call] for call in order)
     ends = list(itertools.accumulate(num_calls[k] for k in range(len(bucket_parts))))
     inner_bounds = _choose_bounds(facts, order, ends)
@@ -203,7 +203,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
     """
     last = len(released) - 1
     stage = [last] * len(facts.reads)
-    # Where in the graph the last gradient of the buckets up to each one is released.
+    # For each bucket: the place where the last gradient of the buckets up to it is released.
     reached_by = []
     reached = -1
     for k, arguments in enumerate(released):
@@ -212,8 +212,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
             for call in (*facts.gradients[argument], *facts.argument_reads.get(argument, ())):
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
-    # What stands before a release does not run behind it, see [Note: order, as a hook sees it].
-    # Nor do gradients that are in no bucket: somebody may wait for them.
+    # Calls that stand before a release must not run after it, see [Note: order, as a hook sees it];
+    # nor must gradients that are in no bucket, since somebody may wait for them.
     stands_at = dict(facts.pinned_places)
     in_bucket = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
@@ -231,7 +231,7 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
     following = len(stage)  # the stage of the effect after this one
     for call in reversed(range(len(facts.reads))):
         if call in facts.write_backs:
-            # What reads the old value comes first. Other effects have nothing to do with it.
+            # Calls that read the old value come first. Other effects do not matter here.
             for reader in facts.argument_reads[facts.write_backs[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])

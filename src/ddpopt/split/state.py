@@ -20,8 +20,8 @@ from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
 
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
-# What a graph was cut for: buckets by index, whose own order is of no matter; None if they were not
-# known yet; or any, finely.
+# The buckets that a graph was cut for: by index, in any order of their members; None if they were
+# not known yet; or "any", where the graph was cut finely.
 CutFor = str | tuple[frozenset[int], ...] | None
 ANY_BUCKETS = "any buckets"
 
@@ -41,7 +41,7 @@ class DDPState:
 
     def forget(self) -> None:
         """Know nothing yet, as at first, of the second part."""
-        # Of each graph, by its name: its cut, its text, and what runs it, which Dynamo owns.
+        # By the name of a graph: its cut, its text, and its runner, which Dynamo owns.
         self._cuts: dict[str, Cut] = {}
         self.texts: dict[str, GraphText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}

@@ -45,14 +45,15 @@ class _Subscription(NamedTuple):
 _S = TypeVar("_S", bound=Subscriber)
 _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 
-# Of every module: told before a module's own of a forward that begins, after them of its end.
+# Subscribers to the forwards of all modules. They are told of a beginning before the module's own
+# subscribers, and of an end after them.
 _of_all: list[Subscriber] = []
-# Asked once for each module.
+# Functions that are asked once for each module.
 _interests: list[_Interest] = []
-# In the order in which they are told.
+# The subscribers to each module, in the order in which they are told.
 _of_module: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[_Subscription, ...]]
 _of_module = weakref.WeakKeyDictionary()
-# Problems that were warned of, each once.
+# The problems that were warned of; each is told once.
 _warned: set[str] = set()
 
 
@@ -141,7 +142,7 @@ def _before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
 
 
 def _after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
-    # Those that subscribed in this forward, as who changes buckets does in a compile, among them.
+    # Including those that subscribed during this forward: a tuner does so when code is compiled.
     for _, subscriber in _subscriptions_of(ddp):
         subscriber.after_forward(ddp, forward)
     for subscriber in _of_all:

@@ -31,7 +31,7 @@ from ddpopt.steps.forwards import Subscriber, unsubscribe, will_communicate
 
 _numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 _numbers = weakref.WeakKeyDictionary()
-# By the process group's name, how many of its modules have a number.
+# How many modules have a number, by the name of their process group.
 _num_modules: collections.Counter[str] = collections.Counter()
 
 
@@ -59,7 +59,7 @@ class _Numbering(Subscriber):
         unsubscribe(ddp, _Numbering)
         if not isinstance(ddp.process_group, dist.ProcessGroup):
             return
-        # Without a name that has moved, no search begins either.
+        # If this torch lacks the name, no search begins either.
         with contextlib.suppress(TorchDriftError):
             for tensor in _torch.reducer_parameters(ddp):
                 if tensor.requires_grad:

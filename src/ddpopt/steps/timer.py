@@ -130,12 +130,12 @@ class StepTimer:
             self.has_unreduced = True
             return
         # A backward within the step's own may have ended; what comes twice after one is another's.
-        # Where DDP looks for unused parameters it allows no backward within another.
+        # DDP allows no backward within another if it looks for unused parameters.
         is_another = index in step.ready or self._looks_for_unused
         if step.backward_ended and is_another and not self._ends.is_pending:
             self._is_over = self.has_unreduced = True
             return
-        # With Lightning's manual optimization forward runs the backward, and goes on after it.
+        # Lightning's manual optimization runs the backward within forward, which then goes on.
         self.end_forward()
         self._ends.watch()
         step.backwards[_torch.running_backward()] = index
