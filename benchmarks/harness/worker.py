@@ -157,13 +157,13 @@ class Worker:
         """
         if self._network is not None:
             return {"outcome": self._network.tune()}
-        tuner = tuning.of(self._ddp)
+        tuner = tuning.find_tuner(self._ddp)
         if tuner is not None:  # steps so far may have been without communication
             if tuner.best is not None:
                 self.use_caps(DDP_DEFAULT_CAPS)
             tuning.restart(self._ddp)
         self._step()  # compiles, the first time, and makes what looks for buckets
-        tuner = tuning.of(self._ddp)
+        tuner = tuning.find_tuner(self._ddp)
         assert tuner is not None
         for _ in range(_MAX_TUNING_STEPS):
             if tuner.is_done:
@@ -178,7 +178,7 @@ class Worker:
 
         What is compiled stays as it is: it was cut finely. Then trains until DDP has rebuilt them.
         """
-        tuner = tuning.of(self._ddp)
+        tuner = tuning.find_tuner(self._ddp)
         assert tuner is not None
         assert tuner.best is not None, tuner.outcome
         plan = tuner.best

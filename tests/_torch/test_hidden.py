@@ -412,7 +412,7 @@ def _tune(rank: int, train: Callable[..., None]) -> tuple[str, str, list[tuple[s
     def tune(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
         nonlocal outcome
         train(training, inputs, is_stock)
-        search = tuner.of(training.ddp)
+        search = tuner.find_tuner(training.ddp)
         outcome = search.outcome if search else "no search"
 
     with (

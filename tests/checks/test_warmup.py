@@ -120,7 +120,7 @@ def test_the_search_for_better_buckets_still_begins(split: str) -> None:
     options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
     warmup(model, torch.randn(8, 64))
-    assert tuner.of(ddp) is not None
+    assert tuner.find_tuner(ddp) is not None
     num_graphs = counters["stats"]["unique_graphs"]
     model(torch.randn(8, 64)).sum().backward()
     assert counters["stats"]["unique_graphs"] == num_graphs

@@ -272,7 +272,7 @@ def _train_tuned(rank: int, row: Row, is_worse: bool) -> str:
         for _ in range(20):
             _step(step, ours, eager)
     assert (rebucket.plan_of(ours.ddp) is None) == is_worse
-    return tuning.of(ours.ddp).outcome
+    return tuning.find_tuner(ours.ddp).outcome
 
 
 @pytest.mark.parametrize("row", [LOOPS[0], LOOPS[1], LOOPS[7], LOOPS[-1]], ids=_name)

@@ -52,7 +52,7 @@ class _Twin:
 
     @property
     def outcome(self) -> str:
-        tuner = tuning.of(self.ddp)
+        tuner = tuning.find_tuner(self.ddp)
         return "" if tuner is None else tuner.outcome
 
 

@@ -94,7 +94,7 @@ def _train(
         for x in batches(rank, [SHAPE] * num_steps):
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
             buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
-    search, plan = tuning.of(ddp), rebucket.plan_of(ddp)
+    search, plan = tuning.find_tuner(ddp), rebucket.plan_of(ddp)
     return {
         "buckets": buckets,
         "outcome": search.outcome if search else "",
@@ -209,7 +209,7 @@ def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
             if rank == 0 and step == DECIDED + 3:
                 torch._dynamo.reset()
             train(ddp, [x], compiled)
-    return tuning.of(ddp).outcome, len(real_buckets(ddp))
+    return tuning.find_tuner(ddp).outcome, len(real_buckets(ddp))
 
 
 def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
@@ -330,7 +330,7 @@ def _train_beside(rank: int, kind: str) -> str:
             train(ddp, [x], compiled)
             if kind.endswith("each step"):
                 call(rank)
-    return tuning.of(ddp).outcome
+    return tuning.find_tuner(ddp).outcome
 
 
 @pytest.mark.parametrize("kind", ["messages", "messages in each step", "barrier"])
@@ -361,7 +361,7 @@ def _train_twins(rank: int, tuned: tuple[int, ...]) -> list[str]:
             for ddp in models:
                 ddp.zero_grad()
             (calls[0](x).sum() + calls[1](x).sum()).backward()
-    searches = [tuning.of(ddp) for ddp in models]
+    searches = [tuning.find_tuner(ddp) for ddp in models]
     return [search.outcome if search else "" for search in searches]
 
 
@@ -390,7 +390,7 @@ def _train_later(rank: int, num_eager: int) -> str:
     with _given(SLOW), mock.patch.object(tuning, "_MEETING_S", 0.5):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else compiled)
-    return tuning.of(ddp).outcome
+    return tuning.find_tuner(ddp).outcome
 
 
 @pytest.mark.parametrize("num_eager", [1, 2])
@@ -429,7 +429,7 @@ def _train_with(rank: int, kind: str, split: str) -> str:
                     call(x.requires_grad_()).sum().backward()
                     each.requires_grad_(True)
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
-    return tuning.of(ddp).outcome
+    return tuning.find_tuner(ddp).outcome
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
@@ -452,7 +452,7 @@ def _train_in_join(rank: int) -> str:
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
             train(ddp, [x], compiled)
-    return tuning.of(ddp).outcome
+    return tuning.find_tuner(ddp).outcome
 
 
 def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
@@ -472,7 +472,7 @@ def _train_at_the_limit(rank: int) -> str:
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             train(ddp, batches(rank, [(3, 64)]))
-    return tuning.of(ddp).outcome
+    return tuning.find_tuner(ddp).outcome
 
 
 def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
@@ -514,8 +514,8 @@ def _train_oddly(rank: int, kind: str) -> str:
                     call(x).sum().backward()
             for p, q in zip(module.parameters(), expected.module.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad)
-    assert tuning.of(ddp) is not None
-    return tuning.of(ddp).outcome
+    assert tuning.find_tuner(ddp) is not None
+    return tuning.find_tuner(ddp).outcome
 
 
 def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
@@ -546,7 +546,7 @@ def _train_in_part(rank: int) -> str:
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     with _given(SLOW):
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 1)), compiled)
-    return tuning.of(ddp).outcome
+    return tuning.find_tuner(ddp).outcome
 
 
 def test_parameters_that_no_step_uses_are_named(ranks: Ranks) -> None:
@@ -580,7 +580,7 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
                     for _ in range(110):
                         compiled(x[:2])
                 train(ddp, [x], compiled)
-    return warned, explained, tuning.of(ddp).outcome
+    return warned, explained, tuning.find_tuner(ddp).outcome
 
 
 @pytest.mark.parametrize("kind", ["no_sync", "no backward", "no accumulation"])
@@ -609,7 +609,7 @@ def _train_with_evaluation(rank: int) -> dict[str, Any]:
             time.sleep(0.05)
             with torch.no_grad():
                 compiled(x)
-    best = tuning.of(ddp).best
+    best = tuning.find_tuner(ddp).best
     return {"ready": best.profile.gradients[0].ready_s, "between": best.profile.between_s}
 
 

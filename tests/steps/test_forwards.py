@@ -58,7 +58,7 @@ def test_a_module_that_never_uses_us_has_no_subscriber_and_no_state(one_rank: No
     ddp = _ddp()
     _run(ddp)
     _run(ddp)
-    assert forwards._of_module[ddp] == ()
+    assert forwards._subscriptions[ddp] == ()
     assert ddp not in state._states
 
 

@@ -262,7 +262,7 @@ def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
             ours.step()
             eager.step()
             assert_equal_states(ddp.state_dict(), expected.state_dict())
-    search = tuner.of(ddp)
+    search = tuner.find_tuner(ddp)
     return len(state.get(ddp).cuts[0].sections), search.outcome if search else ""
 
 

@@ -45,8 +45,8 @@ class UpdateWatch:
         self._stranger = ""
 
         # ---- Given optimizers whose `step` was replaced ----
-        # Given optimizers that have not called a hook yet, with their baseline: the versions of their
-        # parameters when it was last known that nobody had updated them.
+        # Given optimizers that have not called a hook yet, with their baseline: the versions of
+        # their parameters when it was last known that nobody had updated them.
         self._silent: dict[torch.optim.Optimizer, list[int]]
         self._silent = {optimizer: [] for optimizer in training.optimizers}
         # The ones among `_silent` whose parameters were written after their baseline.

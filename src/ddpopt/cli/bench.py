@@ -150,7 +150,7 @@ class _Trainee:
             pairs = zip(other.turns_s, self.turns_s, strict=True) if other else ()
             ratios = [theirs_s / own_s for theirs_s, own_s in pairs]
             result[f"throughput_of_{name}"] = statistics.median(ratios) if ratios else None
-        search = tuner.of(self._ddp)
+        search = tuner.find_tuner(self._ddp)
         return {**result, "tuning": search.outcome if search else ""}
 
     def _step_s(self) -> float:

@@ -46,7 +46,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     buckets = _find_buckets(ddp, ddp_state.cuts)
     recording = recording_of(ddp)
     measured = recording.median_step() if recording else None
-    search = tuner.of(ddp)
+    search = tuner.find_tuner(ddp)
     assigned_plan = rebucket.plan_of(ddp)
 
     basis_plan = plan or assigned_plan or (search.best if search else None)

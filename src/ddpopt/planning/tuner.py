@@ -86,7 +86,7 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
     Raises:
         PlanError: there is no plan in the file, or it does not fit the model.
     """
-    if of(ddp) is not None:
+    if find_tuner(ddp) is not None:
         return
     tuner = _tuners.get(ddp)
     if tuner is None or tuner.source != buckets:
@@ -97,28 +97,28 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
     tuner.prepare_cuts(ddp, is_provisional=is_provisional)
 
 
-def of(ddp: DistributedDataParallel) -> _Tuner | None:
+def find_tuner(ddp: DistributedDataParallel) -> _Tuner | None:
     """The tuner that searches, or has searched, buckets for `ddp`; None without one."""
     return _tuners_in_use.get(ddp)
 
 
 def is_searching(ddp: DistributedDataParallel) -> bool:
     """Whether the buckets of `ddp` may still change."""
-    tuner = of(ddp)
+    tuner = find_tuner(ddp)
     return tuner is not None and not tuner.is_done
 
 
 def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
     """Spare a copy of `ddp` the search if it is over."""
-    tuner = of(ddp)
+    tuner = find_tuner(ddp)
     if tuner is not None and tuner.is_done:
         _tuners_in_use.set(copy, tuner)
 
 
 def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
     """Make `ddp` continue what compiling its copy has begun."""
-    begun = of(copy)
-    if begun is not None and of(ddp) is None:
+    begun = find_tuner(copy)
+    if begun is not None and find_tuner(ddp) is None:
         start(ddp, begun.source, is_provisional=state.get(copy).is_provisional)
 
 
@@ -449,7 +449,7 @@ def _find_obstacle(ddp: DistributedDataParallel, planned: BucketPlan | None, sou
 
     Buckets have to be those that the tuner has left: DDP's own, or the `planned` ones.
     """
-    if of(ddp) is None:
+    if find_tuner(ddp) is None:
         return (
             f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
             "since"

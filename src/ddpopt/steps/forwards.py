@@ -47,12 +47,12 @@ _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 
 # Subscribers to the forwards of all modules. They are told of a beginning before the module's own
 # subscribers, and of an end after them.
-_of_all: list[Subscriber] = []
+_subscribers_to_all: list[Subscriber] = []
 # Functions that are asked once for each module.
 _interests: list[_Interest] = []
 # The subscribers to each module, in the order in which they are told.
-_of_module: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[_Subscription, ...]]
-_of_module = weakref.WeakKeyDictionary()
+_subscriptions: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[_Subscription, ...]]
+_subscriptions = weakref.WeakKeyDictionary()
 # The problems that were warned of; each is told once.
 _warned: set[str] = set()
 
@@ -73,8 +73,8 @@ def watch_forwards() -> None:
 
 def subscribe_to_all(subscriber: Subscriber) -> None:
     """Tell a subscriber of every module's forwards, unless there is one of its class."""
-    if not any(type(other) is type(subscriber) for other in _of_all):
-        _of_all.append(subscriber)
+    if not any(type(other) is type(subscriber) for other in _subscribers_to_all):
+        _subscribers_to_all.append(subscriber)
 
 
 def ask_at_first(interest: _Interest) -> None:
@@ -85,7 +85,7 @@ def ask_at_first(interest: _Interest) -> None:
     if interest in _interests:
         return
     _interests.append(interest)
-    for ddp in list(_of_module):
+    for ddp in list(_subscriptions):
         subscriber = interest(ddp)
         if subscriber is not None:
             subscribe(ddp, subscriber)
@@ -104,18 +104,18 @@ def subscribe(
     else:
         subscriptions.append(new)
     subscriptions.sort(key=lambda subscription: subscription.turn)  # equals keep their order
-    _of_module[ddp] = tuple(subscriptions)
+    _subscriptions[ddp] = tuple(subscriptions)
 
 
 def unsubscribe(ddp: DistributedDataParallel, kind: type[Subscriber]) -> None:
     """Remove the subscriber of this class."""
     subscriptions = _subscriptions_of(ddp)
-    _of_module[ddp] = tuple(s for s in subscriptions if type(s.subscriber) is not kind)
+    _subscriptions[ddp] = tuple(s for s in subscriptions if type(s.subscriber) is not kind)
 
 
 def find_subscriber(ddp: DistributedDataParallel, kind: type[_S]) -> _S | None:
     """The subscriber of this class to a module's forwards, None if there is none."""
-    for subscription in _of_module.get(ddp, ()):
+    for subscription in _subscriptions.get(ddp, ()):
         if type(subscription.subscriber) is kind:
             return subscription.subscriber
     return None
@@ -123,7 +123,7 @@ def find_subscriber(ddp: DistributedDataParallel, kind: type[_S]) -> _S | None:
 
 def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP module around a module, once its forward has run; the newest of several."""
-    for ddp in reversed(list(_of_module)):
+    for ddp in reversed(list(_subscriptions)):
         if ddp.module is module:
             return ddp
     return None
@@ -135,7 +135,7 @@ def will_communicate(ddp: DistributedDataParallel) -> bool:
 
 
 def _before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
-    for subscriber in _of_all:
+    for subscriber in _subscribers_to_all:
         subscriber.before_forward(ddp, forward)
     for _, subscriber in _subscriptions_of(ddp):
         subscriber.before_forward(ddp, forward)
@@ -145,14 +145,14 @@ def _after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
     # Including those that subscribed during this forward: a tuner does so when code is compiled.
     for _, subscriber in _subscriptions_of(ddp):
         subscriber.after_forward(ddp, forward)
-    for subscriber in _of_all:
+    for subscriber in _subscribers_to_all:
         subscriber.after_forward(ddp, forward)
 
 
 def _subscriptions_of(ddp: DistributedDataParallel) -> tuple[_Subscription, ...]:
-    subscriptions = _of_module.get(ddp)
+    subscriptions = _subscriptions.get(ddp)
     if subscriptions is None:  # its first forward
         found = [interest(ddp) for interest in _interests]
         subscriptions = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
-        _of_module[ddp] = subscriptions
+        _subscriptions[ddp] = subscriptions
     return subscriptions
