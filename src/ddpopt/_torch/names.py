@@ -10,7 +10,8 @@ What torch writes into graphs, such as the keys of a node's metadata, is private
 looked up: a graph without it looks like a graph that has nothing to say. Such texts are rows of the
 second kind, `PrivateText`, and each says what becomes of a graph without it.
 
-A name that torch renamed is one row still: `NEW if installed_release() >= (2, 14) else OLD`.
+A name that torch renamed is one row still, whose text depends on the release:
+`REDUCER = PrivateName(_DDP, "_reducer" if installed_release() >= (2, 16) else "reducer", ...)`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def compile_whole(
     start: StartOnModule = lambda _: None,
 ) -> Call:
     """Compile a graph whole, for a named reason; `start` as for `compile_under_ddp`."""
-    cut = dataclasses.replace(_uncut(gm, options), fallback=refusal.reason, detail=refusal.detail)
+    cut = dataclasses.replace(_new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
     text = GraphText()
     if ddp is not None:
         text = GraphText(nodes=(describe(call_nodes(gm.graph)),))
@@ -165,7 +165,7 @@ def _make_runner(
     cut_for: state.CutFor,
     arrives_last: Sequence[int] = (),
 ) -> GraphRunner:
-    """What runs a compiled graph, known to be in force for the module, and logged."""
+    """Make the runner of a compiled graph, register it with the module, and log the cut."""
     runner = GraphRunner(
         compiled,
         arrives_last=arrives_last,
@@ -179,8 +179,8 @@ def _make_runner(
     return runner
 
 
-def _uncut(gm: fx.GraphModule, options: Options) -> Cut:
-    """A cut without sections, buckets or reason."""
+def _new_cut(gm: fx.GraphModule, options: Options) -> Cut:
+    """The record of a graph of which nothing is known yet: no sections, no buckets, no reason."""
     calls, num_fixed = call_nodes(gm.graph), 0
     with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
         num_fixed = sum(not is_pure(node) for node in calls)
@@ -277,8 +277,8 @@ class GraphCompiler:
         self._ends_forward = is_whole_forward and not _torch.ends_in_graph_break(gm)
 
         self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
-        self._uncut = dataclasses.replace(
-            _uncut(gm, options), is_shared=has_twin(ddp.module, module_path)
+        self._empty_cut = dataclasses.replace(
+            _new_cut(gm, options), is_shared=has_twin(ddp.module, module_path)
         )
 
         self._was_autocast_on = _torch.is_autocast_on()
@@ -332,13 +332,15 @@ class GraphCompiler:
         arrival = order_arrival(
             self._reduced, place, self._later, self._earlier, self._ends_forward
         )
-        # Buckets that the Reducer will be given soon, or has now; None if they are not known.
-        expected = None if self._uncut.is_shared else self._state.expected_buckets
+        # Buckets come from three sources: those that the Reducer will be given soon (expected), those
+        # that it has now (actual), and those that it will form by its rules (predicted). The first
+        # two are None if they are not known.
+        expected = None if self._empty_cut.is_shared else self._state.expected_buckets
         actual = self._state.buckets
         if expected is not None:
             arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
         arrival_here = tuple(parameter for parameter in arrival if parameter.index in place)
-        if self._uncut.is_shared:
+        if self._empty_cut.is_shared:
             # Modules that run the same code have other parameters around it.
             buckets = predict_buckets(arrival_here, rules)
         elif actual is None:
@@ -346,12 +348,14 @@ class GraphCompiler:
         else:
             buckets = known_buckets(arrival, actual, rules)
             arrival_here = in_launch_order(arrival_here, buckets)
-        return dataclasses.replace(self._uncut, buckets=buckets, arrival=arrival_here)
+        return dataclasses.replace(self._empty_cut, buckets=buckets, arrival=arrival_here)
 
     def _buckets_to_cut_at(self, cut: Cut) -> tuple[Bucket, ...]:
-        """The buckets to come if they are known, or those predicted.
+        """The buckets at whose ends the graph is cut.
 
-        During a search for better buckets they are finer.
+        They are not always those that the cut records, which the Reducer has in this step. If better
+        buckets are searched for, the graph is cut finely, to serve any. If others are to come, it is
+        cut for those.
         """
         expected = self._state.expected_buckets
         if expected is None and not self._state.is_searching:
@@ -411,7 +415,7 @@ class GraphCompiler:
         if is_showing():
             return None
         depends_on = {
-            "what is compiled": dataclasses.replace(self._uncut, graph=""),
+            "what is compiled": dataclasses.replace(self._empty_cut, graph=""),
             "parameters": self._reduced,
             "argument of each parameter": self.argument_of,
             # The order in which gradients arrive depends on the graphs before and after this one.
