@@ -332,9 +332,9 @@ class GraphCompiler:
         arrival = order_arrival(
             self._reduced, place, self._later, self._earlier, self._ends_forward
         )
-        # Buckets come from three sources: those that the Reducer will be given soon (expected), those
-        # that it has now (actual), and those that it will form by its rules (predicted). The first
-        # two are None if they are not known.
+        # Buckets come from three sources: those that the Reducer will be given soon (expected),
+        # those that it has now (actual), and those that it will form by its rules (predicted). The
+        # first two are None if they are not known.
         expected = None if self._empty_cut.is_shared else self._state.expected_buckets
         actual = self._state.buckets
         if expected is not None:
@@ -353,9 +353,9 @@ class GraphCompiler:
     def _buckets_to_cut_at(self, cut: Cut) -> tuple[Bucket, ...]:
         """The buckets at whose ends the graph is cut.
 
-        They are not always those that the cut records, which the Reducer has in this step. If better
-        buckets are searched for, the graph is cut finely, to serve any. If others are to come, it is
-        cut for those.
+        They are not always those that the cut records, which the Reducer has in this step. If
+        better buckets are searched for, the graph is cut finely, to serve any. If others are to
+        come, it is cut for those.
         """
         expected = self._state.expected_buckets
         if expected is None and not self._state.is_searching:
