@@ -38,7 +38,8 @@ REASONS: dict[PrivateText, Reason | None] = {
 WITH_INDUCTOR: dict[PrivateText, Reason | None] = {
     names.STRIDES_KEPT: Reason.BACKWARD_DRIFT,
     names.IS_BACKWARD: Reason.BACKWARD_FAILED,
-    names.STATIC_INPUTS: Reason.BACKWARD_FAILED,
+    # Before torch 2.13 the inner compiler took any keyword, and looked up the ones it knew.
+    names.STATIC_INPUTS: Reason.BACKWARD_FAILED if names.installed_release() >= (2, 13) else None,
 }
 # Of DDP's log, read where somebody asks what a step took or which hook there is.
 NOT_IN_TRAINING = {

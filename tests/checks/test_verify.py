@@ -36,6 +36,7 @@ from tests.support.models import (
     twins,
 )
 from tests.support.ranks import Ranks
+from tests.support.releases import needs_delayed_parameters
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -495,6 +496,7 @@ def _delayed(module: nn.Module) -> dict[str, Any]:
     return {"delay_all_reduce_named_params": named[:2], "param_to_hook_all_reduce": named[-1][1]}
 
 
+@needs_delayed_parameters
 @pytest.mark.parametrize("way", WAYS)
 def test_the_flag_names_the_mode_in_which_it_cannot_verify(ranks: Ranks, way: str) -> None:
     """Once for each module on each rank, however it is compiled; training goes on as without it."""

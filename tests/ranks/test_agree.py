@@ -27,6 +27,7 @@ from ddpopt.ranks.agree import Fact, communicating, find_difference, require_equ
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.support.releases import needs_our_code_in_caches
 
 CAP_MB = 0.03
 SHORT_S = 4.0
@@ -108,6 +109,7 @@ def _train_with_caches(rank: int, folder: str) -> int:
 
 
 @pytest.mark.slow
+@needs_our_code_in_caches
 def test_one_rank_has_warm_caches(ranks: Ranks, tmp_path: Any) -> None:
     """On Inductor: what comes from a cache trains with what was compiled."""
     cold, warm = ranks.run(_train_with_caches, str(tmp_path))

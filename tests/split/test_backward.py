@@ -27,6 +27,7 @@ from ddpopt import _torch
 from ddpopt.errors import Reason, TorchDriftError
 from ddpopt.split.cut import Cut
 from tests.support.models import MLP, WIDTH, batches
+from tests.support.releases import needs_our_code_in_caches
 
 
 class Block(nn.Module):
@@ -277,6 +278,7 @@ def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
 
 
 @pytest.mark.slow
+@needs_our_code_in_caches
 def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
     """Cold, but filled by the same model compiled without this split before; and warm."""
     digest, cut, hits, misses = _in_new_process(tmp_path, before=_UNSPLIT_FIRST)

@@ -23,6 +23,7 @@ from ddpopt._torch import cached
 from ddpopt.split import compiler
 from ddpopt.split.compiler import GraphCompiler
 from tests.support.models import MLP, WIDTH
+from tests.support.releases import CACHES_OUR_CODE, needs_our_code_in_caches
 
 CAP_MB = 0.005
 
@@ -85,6 +86,7 @@ def cold(one_rank: None, folder: Path) -> Step:
     return _step()
 
 
+@needs_our_code_in_caches
 def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
     """It has the cut and the nodes of the cold one, and gradients equal to the bit."""
     with mock.patch.object(
@@ -98,6 +100,7 @@ def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
     torch.testing.assert_close(warm.gradients, warm.expected)
 
 
+@needs_our_code_in_caches
 def test_what_was_compiled_without_retain_graph_serves_with_it(cold: Step) -> None:
     """No entry's backward overwrites what the next one needs."""
     again = _step(retain_graph=True)
@@ -134,12 +137,14 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 def test_what_matters_is_part_of_the_key(cold: Step, change: str) -> None:
     """So what is compiled for another model, plan, setting or release is not taken, and right."""
     changed = _step(**CHANGES[change]())
-    assert changed.is_hit == (change == "search")  # which one rank gives up at once
+    # A search, which one rank gives up at once, changes nothing.
+    assert changed.is_hit == (CACHES_OUR_CODE and change == "search")
     tolerance = {"rtol": 0.02, "atol": 0.02} if change == "autocast" else {}
     torch.testing.assert_close(changed.gradients, changed.expected, **tolerance)
     assert changed.num_sections > 1
 
 
+@needs_our_code_in_caches
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"of": "somebody else"})])
 def test_a_damaged_or_foreign_entry_is_a_miss(cold: Step, folder: Path, content: bytes) -> None:
     """And is replaced by a whole one."""
