@@ -608,7 +608,11 @@ def test_a_state_continues_the_counters_of_ranks_with_different_numbers_of_steps
 @pytest.mark.parametrize(
     ("options", "error", "names"),
     [
-        ({"sync_interval_ms": 0}, OptionError, "sync_interval_ms is 0; give a finite number"),
+        (
+            {"sync_interval_ms": 0},
+            OptionError,
+            "sync_interval_ms is 0; it must be above 0, and finite",
+        ),
         ({"sync_interval_ms": -1.5}, OptionError, "is -1.5"),
         ({"sync_interval_ms": math.nan}, OptionError, "is nan"),
         ({"sync_interval_ms": math.inf}, OptionError, "is inf"),

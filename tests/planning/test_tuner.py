@@ -387,7 +387,7 @@ def _train_later(rank: int, num_eager: int) -> str:
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW), mock.patch.object(tuning, "_MEETING_S", 0.5):
+    with _given(SLOW), mock.patch.object(tuning, "_LONGEST_MEETING_S", 0.5):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else compiled)
     return tuning.find_tuner(ddp).outcome

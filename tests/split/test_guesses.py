@@ -161,7 +161,7 @@ def _cut(ddp: DistributedDataParallel) -> Cut:
     return cut
 
 
-# Before torch 2.13 AOTAutograd orders no effects in a backward by tokens, which would link its calls.
+# Before torch 2.13 AOTAutograd does not link effects in a backward by tokens.
 _IN_BACKWARD = Reason.EFFECTS if installed_release() >= (2, 13) else "backward"
 
 _MODELS = {
