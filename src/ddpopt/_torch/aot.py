@@ -26,7 +26,8 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
     last one's metadata. Guards and fake mode stay shared. Yields a function that makes the
     section's first call, which has to be made inside this block, and gives the fake tensors that it
     returns, with the strides that Inductor chose. It gives None if AOTAutograd compiled nothing, or
-    if effect tokens, or the parts of a subclass if it `has_parts`, take the places of outputs.
+    if the compiled code returns more than the section does: effect tokens, or the parts of a tensor
+    subclass, which the caller says it `has_parts` of.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
@@ -43,7 +44,9 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
             return None
         if not has_parts and not names.TOKENS.get(metadata):
             return compiled(*args)
-        with contextlib.suppress(Exception):  # it may make a view of what is a token or a part
+        # The call is made all the same, since it is the first. It may raise: it takes a token or a
+        # part for an output, and makes a view of it.
+        with contextlib.suppress(Exception):
             compiled(*args)
         return None
 

@@ -354,6 +354,7 @@ class Handle:
             return  # a micro-batch under no_sync
         if self._is_open and not self._has_run_backward:
             return  # one more forward before the same backward
+        # The step before this one is over. Did an update of it go unnoticed, or not come at all?
         self._updates.check(self.algorithm.name, self.num_steps)
         self.settle()
         if ddp.training:

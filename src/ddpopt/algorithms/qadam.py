@@ -127,7 +127,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0])
 
     def _update(self, parameter: Any, group: dict[str, Any]) -> None:
-        """Update a warm parameter."""
+        """Update a parameter after the warm-up, with the variance that it had at its end."""
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
         if parameter not in self._with_momentum:
@@ -137,7 +137,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         correction1 = 1 - beta1 ** state["step"].item()
         correction2 = 1 - beta2 ** group["warmup_steps"]
         denominator = (state["exp_avg_sq"].sqrt() / correction2**0.5).add_(group["eps"])
-        # If gradients were 0 throughout the warm-up, the denominator is only eps.
+        # Adam's own largest step, as a factor of lr. Without that bound a parameter whose gradients
+        # were 0 throughout the warm-up would take a huge one: the denominator is only eps.
         bound = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
         update = (momentum / denominator).div_(correction1).clamp_(-bound, bound)
         parameter.sub_(update, alpha=group["lr"])

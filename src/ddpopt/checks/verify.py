@@ -374,7 +374,7 @@ def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
     try:
         is_compiled_around = forward.backend is _torch.lookup_backend("ddpopt")
         if is_compiled_around and not _torch.compiled_functions(ddp):
-            # It is compiled by torch.compile(ddp), or as part of a function that calls DDP.
+            # The call of DDP itself is compiled, by torch.compile(ddp) or in a function around it.
             model = _torch.compiled_by(forward.callback, ddp)
         elif is_compiled_by_us(ddp):
             model = ddp

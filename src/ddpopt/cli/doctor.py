@@ -132,9 +132,10 @@ def _environment() -> Iterator[Check]:
 
 
 def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
-    """Return which of the private names that torch should have it has; those of DDP if given.
+    """Whether each private name that this torch should have can be read.
 
-    Names of objects that exist only while a graph is compiled are left out.
+    Names of DDP's objects are looked up in `ddp`, and left out without one, as are those of objects
+    that exist only while a graph is compiled.
     """
     examples = _examples(ddp)
     found = {}

@@ -279,7 +279,7 @@ class _Reader:
             launched_s, finished_s = after_s, None
             if allreduces:
                 launched_s = min(allreduces[k].start_s, after_s)
-                # The profiler hears of it a little later than DDP, which waits for all allreduces.
+                # DDP waits for all allreduces; the profiler may note their end a little later.
                 finished_s = min(allreduces[k].stop_s, backward_stop_s)
             yield BucketTimes(
                 index=k,

@@ -200,16 +200,16 @@ class _Tuner(Subscriber):
         else:
             return  # an evaluation, or a micro-batch under no_sync, before the first step
 
-        # A meeting is announced one backward ahead, in a forward that leads to it on all ranks,
-        # and held before the first forward that follows it.
+        # Ranks meet when the stage's last backward has run, to agree on what comes next. Each
+        # announces itself one step ahead, so that nobody waits for a rank that will not come.
         last_backward = stage.num_backwards + self._num_postponed
         if self._meeting is None:
             if is_communicating and stopwatch.num_backwards == last_backward - 1:
                 self._announce(ddp, stage, stopwatch)
         elif stopwatch.num_backwards == last_backward:
-            # A new Reducer knows nothing of what is accumulated before it. So an accumulating
-            # forward is early enough, except with a static graph: its first backward has to reduce
-            # gradients, or DDP raises.
+            # They meet before the first forward with gradients, also one under no_sync: a new
+            # Reducer would know nothing of what that accumulates. A new Reducer with a static graph
+            # needs a first backward that reduces gradients, or DDP raises; so it waits for one.
             is_accumulating = torch.is_grad_enabled() and not ddp.static_graph
             if is_communicating or is_accumulating:
                 self._meet(ddp, stage, stopwatch)

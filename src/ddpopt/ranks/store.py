@@ -108,7 +108,9 @@ class GroupStore:
 
         def run() -> None:
             try:
-                if not self._is_own:  # the group's own would outlive the group
+                # If this thread hangs, it keeps its connection; the group's own would then outlive
+                # the group.
+                if not self._is_own:
                     self._store, self._is_own = _connect_anew(self._store), True
                 answers.append(call(self._store))
             except Exception as error:  # for the asker to see, whatever it is

@@ -391,13 +391,15 @@ class GraphCompiler:
             raise NotCutError(Reason.ATTRIBUTES)
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
-        # A copy of its own, to which the token is added: the other one may still be cut in forward.
+        # The token is one more input and output, by which autograd will call the sections after the
+        # first (gates.py). It is added to a copy, since forward may still be cut if this fails.
         traced = copy_for_cutting(self._gm)
         if not are_plain or has_ragged_sizes(traced.graph):
             raise NotCutError(Reason.SUBCLASSES)
         self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
         add_token(traced)
-        # Traces, or finds the result in a cache, and calls the three methods below meanwhile.
+        # AOTAutograd traces, or finds the result in its cache. Meanwhile it calls `edit_forward`,
+        # `compile_backward` and `make_backward`.
         call = aot(traced, [*example_inputs, new_token(self._device)], self)
         stored = self._stored
         assert stored is not None, "AOTAutograd returned a forward without its backward"

@@ -171,13 +171,15 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 def _uncrossable_spans(
     gm: fx.GraphModule, calls: Sequence[fx.Node], last_use: Sequence[int]
 ) -> Iterable[tuple[int, int]]:
-    """Spans of values that no section can take: tuples, generators, contexts, numbers.
+    """From the call after each value that no section can take, to the last use of the value.
 
-    Tensors and symbolic integers can cross, but only if each symbol in them has a node that binds
-    it, because a section gets its symbols as inputs. Tensor subclasses cannot: AOTAutograd would
-    have to guess the class of their gradients. Nor can anything beside one with symbols, which are
-    those of the tensors that it consists of, as in nested tensors.
+    A span (a, b) forbids boundaries before the calls a to b. Tuples, generators, contexts and
+    numbers cannot cross a boundary. Tensors and symbolic integers can, but only if each symbol in
+    them has a node that binds it, because a section gets its symbols as inputs. Tensor subclasses
+    cannot: AOTAutograd would have to guess the class of their gradients.
     """
+    # Streams order calls by more than values. In a graph with nested tensors, symbols belong to the
+    # tensors inside of them, which no section gets.
     if uses_streams(gm.graph) or has_ragged_sizes(gm.graph):
         yield 0, len(calls)
     bound_symbols = {
@@ -198,9 +200,10 @@ def _uncrossable_spans(
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
-    """Spans under a global state that cannot be closed and reopened at a boundary.
+    """Regions under a global state that cannot be closed and reopened at a boundary.
 
-    What links the two calls of such a region is the state, no value.
+    A span (a, b) forbids boundaries before the calls a to b. The two calls that begin and end such
+    a region are linked by the state and not by a value.
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
     opened: list[tuple[str, int]] = []
@@ -474,9 +477,9 @@ def _release_places(
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
     The calls of a node stand together and have its number. Calls in traced `autograd.Function`s all
-    have the same number, one above those of all nodes, and two Functions may stand together. So of
-    the calls behind a gradient with that number only effects that need the gradient count, such as
-    a note of how large it is.
+    have the same number, one above those of all nodes, and two Functions may stand together. So a
+    gradient with that number is released behind the last effect that needs it, such as a write of
+    its size to a buffer; other calls behind it do not matter.
     """
     numbers = [_torch.autograd_number(node) for node in calls]
     number_of_functions = max((number for number in numbers if number is not None), default=None)

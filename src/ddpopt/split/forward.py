@@ -167,14 +167,16 @@ def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[
 def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that may pass a gradient back to their inputs, the output among them.
 
-    Others detach or compare their inputs, or are used only by such nodes. A node for which that
-    cannot be determined counts as passing.
+    Only uses by such nodes say where backward reaches a parameter. Other nodes detach or compare
+    their inputs, or are used only by such nodes. A node for which that cannot be determined counts
+    as passing.
     """
     passing = set(graph.find_nodes(op="output"))
     for node in reversed(call_nodes(graph)):
         is_used = not passing.isdisjoint(node.users)
-        has_other_readers = bool(written_by(node))  # of the memory that it writes to
-        if has_other_readers or (is_used and is_differentiable(node)):
+        # Whoever reads the memory that it writes to may pass a gradient back through it.
+        writes_in_place = bool(written_by(node))
+        if writes_in_place or (is_used and is_differentiable(node)):
             passing.add(node)
     return passing
 

@@ -70,12 +70,12 @@ def prove_backward(
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
 
-    Memory that was handed out with a gradient must not be read any more, nor a parameter whose
-    gradient was.
+    Memory that was handed out with a gradient must not be read any more: DDP writes the reduced
+    gradient to it. Nor must a parameter whose gradient was released: a hook may update it.
 
     Args:
         gm: the whole backward graph.
-        cut: what is said of its sections.
+        cut: the record of its sections, which is to be shown right.
         sections: their graphs, in the order in which they run.
         saved: what `saved_arguments` returned for the forward.
         arguments: each parameter's position among the forward's arguments, by index.
@@ -87,7 +87,7 @@ def prove_backward(
     views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
 
     def memory_of(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
-        """That of what a view is of; new memory for any other call."""
+        """The memory that a call returns: its base's for a view, new memory for any other call."""
         if read and node in views[node.graph]:
             return read[0].memory
         return (next(new_places),)

@@ -79,6 +79,8 @@ def may_run(version: Version) -> bool:
             return True
         found = forward.versions.get(version.frame)
         if found is None:
+            # The forward ran no compiled code of this frame. That makes no difference if it was not
+            # cut, and this code was compiled for the same bucket rules.
             return version.rules in forward.rules and not forward.is_cut
         return version in found
     is_own = state.rules_of(active) == version.rules

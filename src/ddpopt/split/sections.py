@@ -227,8 +227,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
 
 
 def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
-    """Move calls to the stages of those that have to come after them."""
-    following = len(stage)  # the stage of the effect after this one
+    """Move calls to earlier stages, so that none runs later than a call that depends on it."""
+    following = len(stage)  # the stage of the effect after this one, since effects keep their order
     for call in reversed(range(len(facts.reads))):
         if call in facts.write_backs:
             # Calls that read the old value come first. Other effects do not matter here.
