@@ -1,0 +1,90 @@
+"""DDP's `lazy_bucket_allocation`, since torch 2.15: buckets' memory is given back after a backward.
+
+Whatever ddpopt does with buckets does the same with these, to the bit. Tuning has rows of its own
+in tests/planning/test_tuner.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
+from ddpopt import algorithms
+from ddpopt._torch.names import installed_release
+from ddpopt.planning import AllreduceCost
+from tests.support.models import MLP, batches
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(
+    installed_release() < (2, 15), reason="DDP has lazy_bucket_allocation since torch 2.15"
+)
+
+LAZY = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}
+COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
+ALGORITHMS = {
+    "ByteGrad": algorithms.ByteGrad(hierarchical=False),
+    "Decentralized": algorithms.Decentralized(hierarchical=False),
+    "LowPrecisionDecentralized": algorithms.LowPrecisionDecentralized(hierarchical=False),
+    "QAdam": algorithms.QAdam(hierarchical=False),
+}
+
+
+def _train(rank: int, what: str, ddp_options: dict[str, Any]) -> list[torch.Tensor]:
+    """Train on other batches on each rank, with something in between; return the weights."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03, **ddp_options)
+    is_qadam = what == "QAdam"
+    if is_qadam:
+        optimizer: Any = algorithms.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
+    else:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = None
+    if what in ALGORITHMS:
+        handle = algorithms.attach(ddp, optimizer, ALGORITHMS[what])
+    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    inputs = batches(rank, [(8, 64)] * 8)
+    for x in inputs[:4]:
+        step(x)
+    if what == "rebucket":
+        optimizer.zero_grad()
+        plan = ddpopt.plan(MLP(3), inputs[0], network=COST, world_size=2, backend=None)
+        ddpopt.rebucket(ddp, ddpopt.BucketPlan.from_json(_from_rank_0(plan.to_json())))
+    if what == "record":
+        with ddpopt.record(ddp) as recording:
+            for x in inputs[4:]:
+                step(x)
+        assert recording.median_step() is not None
+        assert len(recording.median_step().buckets) > 1
+    else:
+        for x in inputs[4:]:
+            step(x)
+    if handle is not None:
+        handle.detach()
+    else:
+        assert len(ddpopt.explain(ddp).cuts[-1].sections) > 1
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def _from_rank_0(text: str) -> str:
+    shared = [text]
+    torch.distributed.broadcast_object_list(shared)
+    return shared[0]
+
+
+@pytest.mark.parametrize("what", ["nothing", "record", "rebucket", *ALGORITHMS])
+def test_lazy_buckets_change_nothing_but_memory(ranks: Ranks, what: str) -> None:
+    lazy = ranks.run(_train, what, LAZY)
+    usual = ranks.run(_train, what, {"gradient_as_bucket_view": True})
+    for ours, expected in zip(lazy, usual, strict=True):
+        assert all(map(torch.equal, ours, expected))
