@@ -193,7 +193,7 @@ LOOPS: list[Row] = [
     (_with_task_heads, UNUSED, CHANGES),
     (_unevenly, UNUSED, CHANGES),
     (_locally, UNUSED, CHANGES),
-    (_past_ddp, UNUSED, "a backward has run that reduced nothing"),
+    (_past_ddp, UNUSED, "and has reduced none; let no backward run there"),
     (_clipped, UNUSED, CHANGES),
     (_skipped, UNUSED, CHANGES),
     (_never_zeroed, UNUSED, CHANGES),
@@ -202,7 +202,7 @@ LOOPS: list[Row] = [
     (_zeroed_late, VIEWS, LIE),
     (_held, VIEWS, LIE),
     (_static, STATIC, CHANGES),
-    (_static_and_always_accumulating, STATIC, "a backward has run that reduced nothing"),
+    (_static_and_always_accumulating, STATIC, "and has reduced none; let no backward run there"),
     (_static, {**STATIC, "find_unused_parameters": True}, CHANGES),
 ]
 
