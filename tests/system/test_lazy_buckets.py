@@ -6,6 +6,7 @@ in tests/planning/test_tuner.py.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ def _train(rank: int, what: str, ddp_options: dict[str, Any]) -> list[torch.Tens
     if what == "rebucket":
         optimizer.zero_grad()
         plan = ddpopt.plan(MLP(3), inputs[0], network=COST, world_size=2, backend=None)
-        ddpopt.rebucket(ddp, ddpopt.BucketPlan.from_json(_from_rank_0(plan.to_json())))
+        plan = ddpopt.BucketPlan.from_json(_from_rank_0(plan.to_json()))
+        ddpopt.rebucket(ddp, dataclasses.replace(plan, sizes=(2, 4)))
     if what == "record":
         with ddpopt.record(ddp) as recording:
             for x in inputs[4:]:
