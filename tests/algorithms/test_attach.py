@@ -119,6 +119,7 @@ def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
 def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
     """Rank 1 fails; then both train as with DDP alone, attach again, and train."""
     # The hooks of handles that other tests have dropped go with the next one that is detached.
+    gc.collect()
     attached_mlp()[2].detach()
     torch.manual_seed(0)
     ddp, twin = (DistributedDataParallel(MLP(2)) for _ in range(2))

@@ -76,9 +76,9 @@ QUIET: dict[PrivateName, str] = {
     names.USER_STACKS: "lines of the user's code in messages",
     names.PROFILER_ENABLED: "names of sections in a profile of torch's",
     names.COMPILED_CALL: "the warning of parts of a model that are not compiled",
-    names.SYNCS_BUFFERS: "whether gradients accumulate; `rebucket` asks again, and says so",
     names.OPTIMIZED_MODULE: "as above",
     names.TRACE_RULES_CHECK: "as above",
+    names.SYNCS_BUFFERS: "nothing, once a forward was watched",
     names.GET_COMPILER_CONFIG: "finding what is compiled in place; verify says that nothing is",
 }
 

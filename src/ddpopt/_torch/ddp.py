@@ -819,9 +819,10 @@ def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callabl
     original = names.ORIG_CALLABLE.get(function)
     # `torch.compile` puts a function around a method of a class that Dynamo skips, since torch 2.15
     # also around that of `DistributedDataParallel.compile`. It will do so for the copy's again.
-    wrapping_code = names.WRAP_INLINE.get().__code__.co_consts
-    if inspect.isfunction(original) and original.__code__ in wrapping_code:
-        original = original.__wrapped__  # type: ignore[attr-defined]  # set by functools.wraps
+    if inspect.isfunction(original):
+        wrapping_code = names.WRAP_INLINE.get().__code__.co_consts
+        if original.__code__ in wrapping_code:
+            original = original.__wrapped__  # type: ignore[attr-defined]  # set by functools.wraps
     if not inspect.ismethod(original):
         return original
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))

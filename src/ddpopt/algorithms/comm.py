@@ -184,7 +184,7 @@ class Groups:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far, except within its node, and flags to agree on."""
+        """What this rank has sent so far, except within its node and on `agreement`."""
         total = self.ddp.sent_bytes + self.everyone.sent_bytes
         if self.leaders is not None and self.leaders is not self.everyone:
             total += self.leaders.sent_bytes

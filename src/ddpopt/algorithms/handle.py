@@ -6,7 +6,8 @@ micro-batches and additional forwards before the same backward are not counted. 
 its forward; in eval mode, which may be an evaluation without `no_grad`, only when its backward
 reduces the first bucket. It ends with the last optimizer's update; if that is skipped, as
 GradScaler may do, it ends with the next forward of this kind, so that all ranks communicate equally
-often. What needs all steps to be over (`paused`, `detach`, `state_dict`) ends an open one too.
+often. What needs all steps to be over (`paused`, `state_dict`, `detach` unless `average=False`) ends an
+open one too.
 
 [Note: the end of a backward] A backward may run others, as reentrant checkpoints do, each of which
 ends before it. DDP reduces each bucket once in a backward, in order, so all gradients are final
@@ -280,8 +281,8 @@ class Handle:
         """End the algorithm and its process groups, and give DDP back its allreduce. Collective.
 
         The current step ends here, and weights, which may differ, are averaged. Once a rank has
-        failed, give `average=False`: then nothing is communicated, so it is not collective, and
-        process groups that others may be waiting on stay until DDP's ends.
+        failed, give `average=False`: then the step is left open and nothing is communicated, so it
+        is not collective, and process groups that others may be waiting on stay until DDP's ends.
 
         Raises:
             PeerError: a rank did not take part; the model is detached nevertheless.

@@ -353,8 +353,8 @@ class GraphCompiler:
     def _buckets_to_cut_at(self, cut: Cut) -> tuple[Bucket, ...]:
         """The buckets at whose ends the graph is cut.
 
-        They are not always those that the cut records, which the Reducer has in this step. If
-        better buckets are searched for, the graph is cut finely, to serve any. If others are to
+        They are not always those that the cut records, which the Reducer has in this step, or is
+        predicted to form. If better buckets are searched for, the graph is cut finely, to serve any. If others are to
         come, it is cut for those.
         """
         expected = self._state.expected_buckets

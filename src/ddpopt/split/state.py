@@ -21,7 +21,7 @@ from ddpopt.split.cut import Cut, GraphText, frame_of
 
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
 # The buckets that a graph was cut for: by index, in any order of their members; None if they were
-# not known yet; or "any", where the graph was cut finely.
+# not known yet; or "any", where the graph was cut finely, or is compiled whole.
 CutFor = str | tuple[frozenset[int], ...] | None
 ANY_BUCKETS = "any buckets"
 
