@@ -71,9 +71,8 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
     If weights were written since the copy was made, they move by the average less the copy.
 
     Attributes:
-        peer_selection: `"all"`, or `"shift_one"`: one peer, each time another rank of the other half
-            of all, in turn, at a fraction of the traffic, for an even number of ranks (of nodes, if
-            hierarchical).
+        peer_selection: `"all"`, or `"shift_one"`: one peer, in turn each rank of the other half, at
+            a fraction of the traffic, for an even number of ranks (of nodes, if hierarchical).
         hierarchical: Average within each node first, then between nodes.
         communication_interval: Steps from one average to the next; the first step has one.
     """

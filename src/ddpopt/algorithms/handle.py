@@ -6,8 +6,8 @@ micro-batches and additional forwards before the same backward are not counted. 
 its forward; in eval mode, which may be an evaluation without `no_grad`, only when its backward
 reduces the first bucket. It ends with the last optimizer's update; if that is skipped, as
 GradScaler may do, it ends with the next forward of this kind, so that all ranks communicate equally
-often. What needs all steps to be over (`paused`, `state_dict`, `detach` unless `average=False`) ends an
-open one too.
+often. What needs all steps to be over (`paused`, `state_dict`, `detach` unless `average=False`)
+ends an open one too.
 
 [Note: the end of a backward] A backward may run others, as reentrant checkpoints do, each of which
 ends before it. DDP reduces each bucket once in a backward, in order, so all gradients are final

@@ -354,8 +354,8 @@ class GraphCompiler:
         """The buckets at whose ends the graph is cut.
 
         They are not always those that the cut records, which the Reducer has in this step, or is
-        predicted to form. If better buckets are searched for, the graph is cut finely, to serve any. If others are to
-        come, it is cut for those.
+        predicted to form. If better buckets are searched for, the graph is cut finely, to serve
+        any. If others are to come, it is cut for those.
         """
         expected = self._state.expected_buckets
         if expected is None and not self._state.is_searching:
