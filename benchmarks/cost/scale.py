@@ -117,7 +117,7 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         final = final_positions(facts, arguments, ())
         buckets = predict_buckets(order_arrival(parameters, final), rules)
         cuts = choose_backward_sections(facts, buckets, arguments, final)
-        sections = make_section_graphs(gm, cuts)
+        sections = make_section_graphs(gm, cuts, {})
         arrival = tuple(parameters)
         plan = Cut(graph="", inner="", num_nodes=0, sections=cuts.sections, arrival=arrival)
         prove_backward(gm, plan, sections, {}, arguments)

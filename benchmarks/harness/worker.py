@@ -159,19 +159,29 @@ class Worker:
             return {"outcome": self._network.tune()}
         tuner = tuning.find_tuner(self._ddp)
         if tuner is not None:  # steps so far may have been without communication
+            self._finish_search(tuner)
             if tuner.best is not None:
-                self.use_caps(DDP_DEFAULT_CAPS)
-            tuning.restart(self._ddp)
+                profile = tuner.best.profile
+                sizes = buckets_of_caps(profile, DDP_DEFAULT_CAPS)
+                plan = dataclasses.replace(tuner.best, sizes=sizes)
+                indices = rebucket.indices_of(self._ddp, plan)
+                rebucket.take_back(self._ddp, indices, plan.caps_bytes)
+                self.steps(2, 0)
+            tuning.search_again(self._ddp)
         self._step()  # compiles, the first time, and makes what looks for buckets
         tuner = tuning.find_tuner(self._ddp)
         assert tuner is not None
-        for _ in range(_MAX_TUNING_STEPS):
-            if tuner.is_done:
-                break
-            self._step()
-        assert tuner.is_done, f"not done after {_MAX_TUNING_STEPS} steps: {tuner.outcome}"
+        self._finish_search(tuner)
         plan = {} if tuner.best is None else {"plan": tuner.best.to_json()}
         return {"outcome": tuner.outcome, **plan}
+
+    def _finish_search(self, tuner: Any) -> None:
+        """Train until a search is over."""
+        for _ in range(_MAX_TUNING_STEPS):
+            if tuner.is_done:
+                return
+            self._step()
+        assert tuner.is_done, f"not done after {_MAX_TUNING_STEPS} steps: {tuner.outcome}"
 
     def use_caps(self, caps_bytes: Sequence[int]) -> str:
         """Give DDP the buckets of these caps, of the best plan if there are none; return the plan.

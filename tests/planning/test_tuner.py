@@ -672,3 +672,39 @@ def _count_log_lines(rank: int) -> int:
     with mock.patch.object(tuning._logs, "info", lambda text, *args: lines.append(text % args)):
         outcome = _train(rank, "backward", SLOW, {})["outcome"]
     return lines.count(outcome.rpartition("\n")[0])
+
+
+def _search_twice(rank: int) -> list[tuple[str, int]]:
+    """Train on a slow network, on a fast one and on a slow one; return each outcome and buckets."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP())
+    compiled = torch.compile(
+        ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
+    )
+    inputs = batches(rank, [SHAPE] * (2 * DECIDED + 4))
+    found = []
+    for cost in (SLOW, FREE, SLOW):
+        tuner = tuning.find_tuner(ddp)
+        if tuner is not None:
+            assert tuner.is_done
+            if rebucket.plan_of(ddp) is not None:
+                own = [list(range(12))[::-1]]
+                rebucket.take_back(ddp, own, [2**20])
+                train(ddp, inputs[:2], compiled)
+            tuning.search_again(ddp)
+        with _given(cost, _clock(later=0.5)):
+            train(ddp, inputs, compiled)
+        found.append((tuning.find_tuner(ddp).outcome, len(real_buckets(ddp))))
+    return found
+
+
+def test_a_search_can_be_made_once_more(ranks: Ranks) -> None:
+    """As the benchmarks do for each rate of a network."""
+    first, second = ranks.run(_search_twice)
+    assert [num_buckets for _, num_buckets in first] == [num for _, num in second]
+    outcomes = [outcome.partition(",")[0] for outcome, _ in first]
+    assert outcomes[0] == outcomes[2] == "buckets change"
+    assert outcomes[1] == "buckets stay as they are"
+    (_, slow), (_, free), (_, again) = first
+    assert slow == again > free == 1

@@ -97,6 +97,20 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
     tuner.prepare_cuts(ddp, is_provisional=is_provisional)
 
 
+def search_again(ddp: DistributedDataParallel) -> None:
+    """Forget what was found, and search once more, where a network has changed.
+
+    Call it on all ranks in the same step, when the search before is over and DDP has buckets of its
+    own (`rebucket.take_back`): a plan in force counts as somebody else's.
+    """
+    tuner = find_tuner(ddp)
+    assert tuner is not None, "there was a search before"
+    assert tuner.is_done, "and it is over"
+    _tuners.set(ddp, None)
+    _tuners_in_use.set(ddp, None)
+    start(ddp, tuner.source, is_provisional=state.get(ddp).is_provisional)
+
+
 def find_tuner(ddp: DistributedDataParallel) -> _Tuner | None:
     """The tuner that searches, or has searched, buckets for `ddp`; None without one."""
     return _tuners_in_use.get(ddp)
