@@ -45,7 +45,7 @@ from ddpopt.planning import rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import buckets_of_caps
-from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
 from ddpopt.split import state
 from ddpopt.steps.clock import Clock
 
@@ -161,9 +161,7 @@ class Worker:
         if tuner is not None:  # steps so far may have been without communication
             self._finish_search(tuner)
             if tuner.best is not None:
-                profile = tuner.best.profile
-                sizes = buckets_of_caps(profile, DDP_DEFAULT_CAPS)
-                plan = dataclasses.replace(tuner.best, sizes=sizes)
+                plan = _with_caps(tuner.best, DDP_DEFAULT_CAPS)
                 indices = rebucket.indices_of(self._ddp, plan)
                 rebucket.take_back(self._ddp, indices, plan.caps_bytes)
                 self.steps(2, 0)
@@ -191,9 +189,7 @@ class Worker:
         tuner = tuning.find_tuner(self._ddp)
         assert tuner is not None
         assert tuner.best is not None, tuner.outcome
-        plan = tuner.best
-        if caps_bytes:
-            plan = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
+        plan = _with_caps(tuner.best, caps_bytes) if caps_bytes else tuner.best
         rebucket.apply(self._ddp, plan)
         self.steps(2, 0)
         return plan.to_json()
@@ -327,6 +323,11 @@ class Worker:
         finally:
             sys.setprofile(None)
         return len(calls)
+
+
+def _with_caps(plan: BucketPlan, caps_bytes: Sequence[int]) -> BucketPlan:
+    """The plan with the buckets that DDP forms with these caps."""
+    return dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
 
 
 class _Network:

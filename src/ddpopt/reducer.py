@@ -75,13 +75,13 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
     final in the first backward.
     """
     if rules.is_rebuilt:
-        return _number(_fill(arrival, rules.caps_bytes))
+        return number_buckets(_fill(arrival, rules.caps_bytes))
     registered = sorted(arrival, key=lambda parameter: parameter.index)
     closed = _fill(registered, rules.caps_bytes)
     # At construction buckets are ordered by their first parameter, then reversed, because
     # gradients are expected in reverse order of registration.
     closed.sort(key=lambda bucket: min(p.index for p in bucket[0]), reverse=True)
-    return _number(closed)
+    return number_buckets(closed)
 
 
 def known_buckets(
@@ -92,12 +92,11 @@ def known_buckets(
     They are in launch order.
     """
     by_index = {parameter.index: parameter for parameter in parameters}
-    buckets: list[Bucket] = []
-    for index, indices in enumerate(actual):
-        members = tuple(by_index[parameter_index] for parameter_index in indices)
-        cap_bytes = _cap_of(rules.caps_bytes, index)
-        buckets.append(Bucket(index=index, parameters=members, cap_bytes=cap_bytes))
-    return tuple(buckets)
+    closed: list[tuple[list[Parameter], int]] = []
+    for indices in actual:
+        members = [by_index[parameter_index] for parameter_index in indices]
+        closed.append((members, _cap_of(rules.caps_bytes, len(closed))))
+    return number_buckets(closed)
 
 
 def in_launch_order(
@@ -201,7 +200,8 @@ def _cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
     return caps_bytes[min(num_closed, len(caps_bytes) - 1)]
 
 
-def _number(closed: Sequence[tuple[list[Parameter], int]]) -> tuple[Bucket, ...]:
+def number_buckets(closed: Sequence[tuple[list[Parameter], int]]) -> tuple[Bucket, ...]:
+    """The buckets of these parameters, each with the limit that applied, in launch order."""
     return tuple(
         Bucket(index=index, parameters=tuple(parameters), cap_bytes=cap)
         for index, (parameters, cap) in enumerate(closed)

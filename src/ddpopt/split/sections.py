@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.reducer import Bucket, Parameter
+from ddpopt.reducer import Bucket, Parameter, number_buckets
 from ddpopt.split.cut import Section, make_sections, parts_of_buckets
 from ddpopt.split.facts import BackwardFacts, ForwardFacts, Tie
 
@@ -50,10 +50,7 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
         part = bisect.bisect_right(ends_bytes, start_bytes)
         members_by_part.setdefault(part, []).append(parameter)
         start_bytes += parameter.num_bytes
-    return tuple(
-        Bucket(index=index, parameters=tuple(members), cap_bytes=0)
-        for index, members in enumerate(members_by_part.values())
-    )
+    return number_buckets([(members, 0) for members in members_by_part.values()])
 
 
 def _require_two_parts(bucket_parts: Sequence[Sequence[Parameter]]) -> None:
