@@ -101,6 +101,29 @@ def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
         torch.testing.assert_close(split, whole, rtol=0, atol=0, equal_nan=True)
 
 
+def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
+    """split_module wants the calls of each section together where there is an autocast region."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            detached, written = x @ p[0], x * 2
+            written.add_(1)  # the second section begins here
+            return (written @ p[1]) * detached.detach()
+
+    capture = _capture(forward_of(forward, (4, 4), (4, 4)), torch.randn(4, 4))
+    names = [node.name for node in call_nodes(copy_for_cutting(capture.gm).graph)]
+    (cut,) = (place for place, name in enumerate(names) if name.startswith("add_"))
+    stitched = _split_at(capture, [cut])
+    kinds = [str(node.target) for part in stitched.children() for node in call_nodes(part.graph)]
+    assert kinds.index("detach") < kinds.index("clone")
+    for split, whole in zip(
+        _run(stitched, capture.example_inputs),
+        _run(capture.gm, capture.example_inputs),
+        strict=False,  # what nothing passes a gradient to has none in sections
+    ):
+        torch.testing.assert_close(split, whole, rtol=0, atol=0)
+
+
 def test_the_given_graph_is_left_as_it_is() -> None:
     """Dynamo goes on using it."""
     capture = _capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))

@@ -118,10 +118,18 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     bounds = [*(section.start for section in sections), len(calls)]
     overwritten = find_overwritten(gm.graph, bounds)
     for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):
-        _pass_on("clone", value, calls[start], section_of, section_of[calls[start]])
+        first_call = calls[start]
+        with gm.graph.inserting_before(first_call):
+            clone = gm.graph.call_method("clone", (value,))
+        section_of[clone] = section_of[first_call]
+        _use_instead(clone, value, section_of, first=section_of[first_call])
     for value in _find_to_detach(gm.graph, section_of):
-        next_start = sections[section_of[value] + 1].start
-        _pass_on("detach", value, calls[next_start], section_of, section_of[value])
+        made_in = section_of[value]
+        last_call = calls[sections[made_in].stop - 1]
+        with gm.graph.inserting_after(last_call):  # and so before the clones of the next section
+            detached = gm.graph.call_method("detach", (value,))
+        section_of[detached] = made_in
+        _use_instead(detached, value, section_of, first=made_in + 1)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
     for call in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(call.target))
@@ -132,19 +140,15 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     return stitched
 
 
-def _pass_on(
-    method: str, value: fx.Node, place: fx.Node, section_of: dict[fx.Node, int], made_in: int
+def _use_instead(
+    copied: fx.Node, value: fx.Node, section_of: Mapping[fx.Node, int], first: int
 ) -> None:
-    """Make all calls from `place` on use `value.method()`, computed in section `made_in`."""
-    section = section_of[place]
-    with place.graph.inserting_before(place):
-        passed = place.graph.call_method(method, (value,))
-    passed.meta = {**value.meta, IS_COPY: True}
+    """Make section `first` and all later ones, and the output, use `copied` in place of `value`."""
+    copied.meta = {**value.meta, IS_COPY: True}
     value.replace_all_uses_with(
-        passed,
-        delete_user_cb=lambda user: user is not passed and section_of.get(user, section) >= section,
+        copied,
+        delete_user_cb=lambda user: user is not copied and section_of.get(user, first) >= first,
     )
-    section_of[passed] = made_in
 
 
 def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:

@@ -44,6 +44,12 @@ class Block:
         for block in self.inner:
             yield from block.all()
 
+    def in_double(self) -> Block:
+        """This block with float64 in place of bfloat16."""
+        dtype = "float64" if self.dtype == "bfloat16" else self.dtype
+        inner = tuple(block.in_double() for block in self.inner)
+        return dataclasses.replace(self, dtype=dtype, inner=inner)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -103,6 +109,12 @@ class Case:
         """Give all blocks, those within others too."""
         for block in self.blocks:
             yield from block.all()
+
+    def in_double(self) -> Case:
+        """This case with float64 in place of bfloat16, except for what autocast computes."""
+        dtype = "float64" if self.input_dtype == "bfloat16" else self.input_dtype
+        blocks = tuple(block.in_double() for block in self.blocks)
+        return dataclasses.replace(self, input_dtype=dtype, blocks=blocks)
 
     @property
     def dtypes(self) -> set[str]:
