@@ -21,7 +21,7 @@ from ddpopt import _logs, _torch
 from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
-from ddpopt.checks import verify
+from ddpopt.checks import first_step
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
@@ -194,10 +194,10 @@ class _Forwards(Subscriber):
     """What is due in each forward of any module."""
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        verify.before_forward(ddp, forward)
+        first_step.before_forward(ddp, forward)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        verify.after_forward(ddp, forward)
+        first_step.after_forward(ddp, forward)
         if forward.backend is backend:
             _warn_if_nothing_compiled(ddp, is_whole=True)
 

@@ -1,7 +1,8 @@
 """Steps on a copy of a compiled DDP model: the same code, another Reducer, none of its tensors.
 
-It copies (`_torch` does what needs torch's private names), calls and restores; `verify.py` and
-`warmup.py` know what the steps are for.
+`warmup` and `verify` want a step without training: nothing that the user has may change. So a step
+runs on a copy, which Dynamo gives the same compiled code (`_torch.copy_compiled`). What is left to
+guard against is a copy that uses the original after all, through a function that holds it.
 """
 
 from __future__ import annotations
@@ -31,18 +32,23 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """What a step produced: copies of its loss, gradients and buffers, and the outputs' dtypes."""
+    """Copies of what a step produced, by the names of parameters and buffers."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
-    dtypes: frozenset[torch.dtype]
+    dtypes: frozenset[torch.dtype]  # of the floating point tensors in the output
 
 
 class DryRun:
     """A model, a batch and a loss, to be tried in stages that end on all ranks or on none.
 
-    `stage` names what is done in a `with` block; errors and warnings begin with `name`.
+    Args:
+        model: as `warmup` takes it.
+        batch: as `warmup` takes it.
+        loss_fn: as `warmup` takes it.
+        name: what errors and warnings begin with.
+        silence_s: seconds without a sign of life after which a rank counts as lost.
 
     Raises:
         OptionError: `silence_s` is not a positive number of seconds.
@@ -60,15 +66,19 @@ class DryRun:
         self.model, self.ddp = model, state.ddp_of(model)
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         check_number("silence_s", silence_s, POSITIVE, OptionError)
+        # `with run.stage("copying"):` ends once all ranks end it; an error of one is one of all.
         self.stage = functools.partial(
             monitored_block, self.ddp.process_group, name, silence_s=silence_s
         )
 
     def step_locally(self, *, is_apart: bool = False) -> tuple[Rehearsal, bool]:
-        """Run a step of a copy that communicates nothing: copying, forward and backward as stages.
+        """Run a step of a copy without DDP's communication; copying, forward, backward are stages.
 
         A forward may communicate by itself, so none begins while another rank may still find that
-        it cannot begin. Return the copy, and whether the step drew random numbers.
+        it cannot begin.
+
+        Returns:
+            The copy, and whether the step drew random numbers.
 
         Raises:
             OptionError: as `rehearse`; or the batch cannot be copied; or the copy used the model's
@@ -77,7 +87,7 @@ class DryRun:
         with self.stage("copying"):
             rehearsal, batch = rehearse(self.model, is_apart=is_apart), _copy_batch(self.batch)
         _torch.keep_local(rehearsal.ddp)
-        before = _randomness(self.ddp)
+        state_before = _randomness(self.ddp)
         with (
             torch.enable_grad(),
             same_randomness(self.ddp),
@@ -91,21 +101,18 @@ class DryRun:
                 # The steps of `verify`, which communicate, would write to them as well.
                 for name in _written_buffers(self.ddp, rehearsal):
                     _refuse_use(name.removeprefix("module."))
-            return rehearsal, _randomness(self.ddp) != before
+            draws_numbers = _randomness(self.ddp) != state_before
+        return rehearsal, draws_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """A copy: call `model`; `ddp` is the DDP module in it.
+    """A copy of a compiled DDP model, and how to step it."""
 
-    Each step starts with `initial_buffers`. A copy that `is_apart` runs code that was compiled for
-    it alone.
-    """
-
-    model: torch.nn.Module
-    ddp: DistributedDataParallel
-    initial_buffers: dict[str, torch.Tensor]
-    is_apart: bool
+    model: torch.nn.Module  # what to call
+    ddp: DistributedDataParallel  # the DDP module in it
+    initial_buffers: dict[str, torch.Tensor]  # with which each step begins, by name
+    is_apart: bool  # whether it runs code that was compiled for it alone
 
     def forward(
         self, batch: Batch, loss_fn: LossFn | None
@@ -133,14 +140,15 @@ class Rehearsal:
         self.reset()
         loss, dtypes = self.forward(_copy_batch(batch), loss_fn)
         loss.backward()  # type: ignore[no-untyped-call]
-        own = self.ddp.module
-        trained = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
-        return Outcome(
-            loss.detach().clone(),
-            {n: None if grad is None else grad.detach().clone() for n, grad in trained.items()},
-            {name: buffer.detach().clone() for name, buffer in own.named_buffers()},
-            dtypes,
-        )
+        gradients: dict[str, torch.Tensor | None] = {}
+        for name, parameter in self.ddp.module.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                gradients[name] = None if gradient is None else gradient.detach().clone()
+        buffers = {}
+        for name, buffer in self.ddp.module.named_buffers():
+            buffers[name] = buffer.detach().clone()
+        return Outcome(loss.detach().clone(), gradients, buffers, dtypes)
 
 
 def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
@@ -206,17 +214,19 @@ def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) ->
     `_shielded` would find out too, but only once it ran, which changes the model: Lightning's sets
     the module's forward back, so that the first training forward would be another.
     """
+    # A deep copy of an instance shares the functions in it, with all that they hold.
     cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
-    held: list[Any] = []
     for cell in cells:
-        with contextlib.suppress(ValueError):  # it is empty
-            held.append(cell.cell_contents)
-    if any(value is module or getattr(value, "__self__", None) is module for value in held):
-        raise OptionError(
-            f"the forward of this {type(module).__name__} is replaced by a function that holds the "
-            "module, so a copy would run the original; call it where the forward is the module's "
-            "own"
-        )
+        try:
+            value = cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+        if value is module or getattr(value, "__self__", None) is module:
+            raise OptionError(
+                f"the forward of this {type(module).__name__} is replaced by a function that holds "
+                "the module, so a copy would run the original; call it where the forward is the "
+                "module's own"
+            )
 
 
 @contextlib.contextmanager
@@ -224,11 +234,14 @@ def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[No
     """Keep backwards in this block from `ddp`'s gradients and Reducer; restore its buffers.
 
     A copy uses the original if a function that both call holds one of its parameters or modules, or
-    if a `__deepcopy__` shares them.
+    if a `__deepcopy__` shares them. A backward that reaches an original parameter raises before
+    the gradient is accumulated.
     """
-    trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-    nodes = {name: _torch.accumulate_node(parameter) for name, parameter in trained.items()}
-    hooks = [node.register_prehook(functools.partial(_refuse_use, n)) for n, node in nodes.items()]
+    hooks = []
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad:
+            refuse = functools.partial(_refuse_use, name)
+            hooks.append(_torch.accumulate_node(parameter).register_prehook(refuse))
     try:
         yield
     finally:
@@ -276,8 +289,8 @@ def _distance(tensor: torch.Tensor) -> torch.Tensor:
     So gradients of normalized outputs do not vanish, as they would for a sum.
     """
     exact = tensor if tensor.dtype is torch.float64 else tensor.float()
-    places = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)
-    targets = places.cos().view(tensor.shape)
+    positions = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)
+    targets = positions.cos().view(tensor.shape)
     return (exact - targets).square().sum() / math.sqrt(max(tensor.numel(), 1))
 
 
@@ -287,6 +300,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _randomness(model: torch.nn.Module) -> bytes:
-    """Return torch's random number state, to see whether a step drew numbers."""
+    """The state of torch's random numbers, on the CPU and on the model's devices.
+
+    It is another one after a step that drew numbers.
+    """
     states = [torch.get_rng_state(), *states_on_devices(model).values()]
     return b"".join(bytes(each.tolist()) for each in states)

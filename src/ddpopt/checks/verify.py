@@ -1,48 +1,37 @@
-"""`verify`: compare a compiled and split step with an eager one, on copies."""
+"""`verify`: compare a compiled and split step with an eager one, on copies.
+
+`comparison.py` says how far two steps are apart, `first_step.py` makes the call by itself where
+`config.verify` asks for it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _logs, _torch, config
+from ddpopt import _torch
 from ddpopt._text import count
-from ddpopt._torch import Forward
-from ddpopt.checks.copies import DryRun, Outcome, dtype_name, is_compiled_by_us, rehearse
-from ddpopt.checks.warmup import SILENCE_S, compile_ahead
-from ddpopt.errors import (
-    DisagreementError,
-    OptionError,
-    PeerError,
-    TorchDriftError,
-    VerificationError,
+from ddpopt.checks.comparison import (
+    StepErrors,
+    compare_steps,
+    largest,
+    limits_by_name,
+    precision_of,
 )
-from ddpopt.planning.batch import Batch, LossFn
+from ddpopt.checks.copies import DryRun, Outcome, Rehearsal, is_compiled_by_us, rehearse
+from ddpopt.checks.warmup import SILENCE_S, compile_ahead
+from ddpopt.errors import OptionError, PeerError
+from ddpopt.planning.batch import LossFn
 from ddpopt.planning.randomness import same_randomness
 from ddpopt.ranks.agree import all_gather_object
-from ddpopt.split import state
-from ddpopt.split.state import KEEPING_FROM_REHEARSAL
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
-_SHOWN = 5
-_FLOOR = 1e-3  # a gradient's errors are relative to at least this part of the largest gradient
-
-TOLERANCES: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-7,
-    torch.float32: 1e-3,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
-"""The largest relative error that passes, by the coarsest dtype that a step computes in."""
-
-_TF32, _TF32_TOLERANCE = "float32 (TF32)", 1e-2
+_SHOWN = 5  # of the errors above the tolerance, in the text
 
 T = TypeVar("T")
 
@@ -54,20 +43,20 @@ class Verification:
     Errors are the largest over ranks and over two steps, and relative: the largest difference of
     an element, divided by the largest element. For gradients that are small compared to the
     model's largest one, the divisor is a thousandth of that. An error is infinite if only one of
-    the two has a gradient, or if shape, dtype or non-finite elements differ. If an error is above
-    the tolerance, eager ran once more; nothing follows for a model that is not `is_repeatable`:
-    it differs from itself by as much.
+    the two has a gradient, or if shape, dtype or non-finite elements differ.
     """
 
-    gradients: Mapping[str, float]
-    buffers: Mapping[str, float]
+    gradients: Mapping[str, float]  # the errors by the names of parameters
+    buffers: Mapping[str, float]  # the errors by the names of buffers
     loss: float
-    tolerance: float
-    dtype: str
+    tolerance: float  # the largest error that passes
+    dtype: str  # the coarsest that the steps compute in; the tolerance is for it
     num_ranks: int
-    worst_rank: int
+    worst_rank: int  # on which the largest error was found
+    # If an error is above the tolerance, eager steps are compared with each other as well. Nothing
+    # follows for a model whose steps differ from themselves by as much: it is not repeatable.
     is_repeatable: bool = True
-    note: str = ""
+    note: str = ""  # what else to know, for people
 
     @property
     def errors(self) -> dict[str, float]:
@@ -138,59 +127,79 @@ def verify(
     """
     run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
     limits = limits_by_name(tolerances or {})
-    with same_randomness(run.ddp) as restore, torch.enable_grad():
-        # Each rank alone: an error here would leave the others in an allreduce.
+    with same_randomness(run.ddp) as restore_randomness, torch.enable_grad():
+        # An eager step first, on each rank alone: an error of the model's would leave the other
+        # ranks in an allreduce. It also shows whether a step draws random numbers.
         with torch.compiler.set_stance("force_eager"):
-            _, has_drawn = run.step_locally()
+            _, draws_numbers = run.step_locally()
         with run.stage("copying"):
-            is_apart = _draws_otherwise(ddp_model, has_drawn)
-        first = compile_ahead(run, is_apart=is_apart)
-        first.reset()
+            is_apart = _draws_otherwise(ddp_model, draws_numbers)
+        compiled = compile_ahead(run, is_apart=is_apart)
+        compiled.reset()
 
-        def steps(stance: str) -> list[Outcome]:
-            outcomes = []
-            rehearsal = rehearse(first.model)
-            with torch.compiler.set_stance(stance), first.drawing():
-                for _ in range(_NUM_STEPS):
-                    restore()
-                    outcomes.append(rehearsal.step(run.batch, run.loss_fn))
-            return outcomes
+        def step(stance: str) -> list[Outcome]:
+            return _step_copy(run, compiled, stance, restore_randomness)
 
-        eager = _attempt(run, lambda: steps("force_eager"))
-        precision = _precision_of(run.ddp, eager)
+        eager_steps = _attempt(run, lambda: step("force_eager"))
+        precision = precision_of(run.ddp, eager_steps)
 
-        def judge(stance: str) -> Verification:
-            errors = _attempt(run, lambda: _compare_steps(steps(stance), eager))
-            return _combine(run.ddp, _Report(errors, precision, is_apart, limits))
+        def compare(stance: str) -> Verification:
+            errors = _attempt(run, lambda: compare_steps(step(stance), eager_steps))
+            return _judge(run.ddp, _Report(errors, precision, is_apart, limits))
 
-        verdict = judge("default")
-        if verdict.passed:
-            return verdict
-        again = judge("force_eager")
-    if again.passed:
-        return verdict
+        verification = compare("default")
+        if verification.passed:
+            return verification
+        # Is it the compiled code that is wrong, or does the model differ from itself?
+        eager_again = compare("force_eager")
+    if eager_again.passed:
+        return verification
     note = (
-        f"eager differs from itself too, by {again.worst_error:.1e} ({again.worst}): it depends on "
-        "more than parameters, buffers, the batch and the random numbers of torch, Python and numpy"
+        f"eager differs from itself too, by {eager_again.worst_error:.1e} ({eager_again.worst}): "
+        "it depends on more than parameters, buffers, the batch and the random numbers of torch, "
+        "Python and numpy"
     )
-    return dataclasses.replace(verdict, is_repeatable=False, note=note)
+    return dataclasses.replace(verification, is_repeatable=False, note=note)
 
 
-def _draws_otherwise(model: torch.nn.Module, has_drawn: bool) -> bool:
-    """Whether compiled code would draw other random numbers than an eager step that drew some."""
-    if has_drawn and not is_compiled_by_us(model):
+def _draws_otherwise(model: torch.nn.Module, draws_numbers: bool) -> bool:
+    """Whether compiled code would draw other random numbers than an eager step.
+
+    Inductor's code does. To be compared with eager it is compiled once more, for a copy alone, to
+    draw as eager does.
+    """
+    if draws_numbers and not is_compiled_by_us(model):
         raise OptionError(
             "a step draws random numbers, and what compiles it with backend='ddpopt' is not found "
             "in the model, to compile it with eager's; compile a module instead of a function, or "
             "verify the model in eval mode"
         )
-    options = [
-        _torch.compile_options(part).get("options") or {} for part in _torch.compiled_parts(model)
-    ]
-    return has_drawn and any(given.get("inner", "inductor") == "inductor" for given in options)
+    if not draws_numbers:
+        return False
+    for part in _torch.compiled_parts(model):
+        options = _torch.compile_options(part).get("options") or {}
+        if options.get("inner", "inductor") == "inductor":
+            return True
+    return False
 
 
-class _BrokenOffError(PeerError):
+def _step_copy(
+    run: DryRun, compiled: Rehearsal, stance: str, restore_randomness: Callable[[], None]
+) -> list[Outcome]:
+    """Two steps of a copy of the compiled copy, with allreduces, each with the same randomness.
+
+    A copy of its own for each stance: DDP forms its buckets after the first step.
+    """
+    outcomes = []
+    rehearsal = rehearse(compiled.model)
+    with torch.compiler.set_stance(stance), compiled.drawing():
+        for _ in range(_NUM_STEPS):
+            restore_randomness()
+            outcomes.append(rehearsal.step(run.batch, run.loss_fn))
+    return outcomes
+
+
+class BrokenOffError(PeerError):
     """A rank was lost while ranks communicated; leftovers of that may answer another call."""
 
 
@@ -210,233 +219,40 @@ def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
                 # all of them.
                 result = error
     except PeerError as error:
-        raise _BrokenOffError(str(error)) from error
+        raise BrokenOffError(str(error)) from error
     with run.stage("steps"):
         if isinstance(result, Exception):
             raise result
     return result
 
 
-class _Errors(NamedTuple):
-    """Relative errors of a step, or the largest of several; see `relative_error`."""
-
-    gradients: dict[str, float]
-    buffers: dict[str, float]
-    loss: float
-
-    @property
-    def worst(self) -> float:
-        return max([*self.gradients.values(), *self.buffers.values(), self.loss])
-
-
 class _Report(NamedTuple):
-    """One rank's errors, and how to judge them: tolerances by dtype, from fine to coarse."""
+    """What a rank tells the others of its steps."""
 
-    errors: _Errors
-    precision: str
-    is_apart: bool
-    tolerances: dict[str, float]
+    errors: StepErrors
+    precision: str  # the name of the coarsest dtype; see `precision_of`
+    is_apart: bool  # whether code was compiled for the copy alone
+    limits: dict[str, float]  # the tolerances by the names of dtypes, from fine to coarse
 
 
-def _combine(ddp: DistributedDataParallel, own: _Report) -> Verification:
-    """The same result on all ranks, judged by the first one's tolerances."""
-    reports = all_gather_object(ddp, own, "comparing a step with an eager one")
-    errors = _largest([report.errors for report in reports])
-    worst = [report.errors.worst for report in reports]
-    limits = reports[0].tolerances
-    dtype = max((report.precision for report in reports), key=list(limits).index)
-    note = (
-        "random numbers were drawn as eager draws them, so training's code is compiled anew"
-        if any(report.is_apart for report in reports)
-        else ""
-    )
+def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
+    """The same result on all ranks, judged by the first one's tolerances. Collective."""
+    reports = all_gather_object(ddp, report, "comparing a step with an eager one")
+    errors = largest([each.errors for each in reports])
+    worst_of_ranks = [each.errors.worst for each in reports]
+    limits = reports[0].limits
+    from_fine_to_coarse = list(limits)
+    dtype = max((each.precision for each in reports), key=from_fine_to_coarse.index)
+    note = ""
+    if any(each.is_apart for each in reports):
+        note = "random numbers were drawn as eager draws them, so training's code is compiled anew"
     return Verification(
-        **errors._asdict(),
+        gradients=errors.gradients,
+        buffers=errors.buffers,
+        loss=errors.loss,
         tolerance=limits[dtype],
         dtype=dtype,
         num_ranks=len(reports),
-        worst_rank=worst.index(max(worst)),
+        worst_rank=worst_of_ranks.index(max(worst_of_ranks)),
         note=note,
-    )
-
-
-# ---- How far apart two steps are, and may be ---------------------------------------------------
-
-
-def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
-    """The tolerance for each name that `precision_of` returns, from fine to coarse."""
-    limits = {}
-    for dtype, limit in {**TOLERANCES, **tolerances}.items():
-        limits[dtype_name(dtype)] = limit
-        if dtype is torch.float32:
-            limits[_TF32] = max(limit, _TF32_TOLERANCE)
-    return limits
-
-
-def _precision_of(ddp: DistributedDataParallel, steps: list[Outcome]) -> str:
-    """The name of the coarsest dtype in which a step computes, as far as can be seen.
-
-    `float32 (TF32)` where a device may compute float32 with fewer bits.
-    """
-    device = next(ddp.parameters()).device
-    seen = {parameter.dtype for parameter in ddp.parameters()}.union(*(s.dtypes for s in steps))
-    if torch.is_autocast_enabled(device.type):
-        seen.add(torch.get_autocast_dtype(device.type))
-    known = [dtype for dtype in TOLERANCES if dtype in seen]
-    coarsest = known[-1] if known else torch.bfloat16  # TOLERANCES goes from fine to coarse
-    backends = torch.backends
-    may_use_tf32 = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
-    is_tf32 = device.type == "cuda" and coarsest is torch.float32 and may_use_tf32
-    return _TF32 if is_tf32 else dtype_name(coarsest)
-
-
-def _compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> _Errors:
-    """The largest errors of the compiled steps, taking the eager ones as correct."""
-    return _largest([_compare(*pair) for pair in zip(compiled, eager, strict=True)])
-
-
-def _compare(ours: Outcome, theirs: Outcome) -> _Errors:
-    floor = _FLOOR * max((_magnitude(g) for g in theirs.gradients.values()), default=0.0)
-    return _Errors(
-        {n: relative_error(ours.gradients[n], g, floor) for n, g in theirs.gradients.items()},
-        {n: relative_error(ours.buffers[n], buffer) for n, buffer in theirs.buffers.items()},
-        relative_error(ours.loss, theirs.loss),
-    )
-
-
-def _largest(found: Sequence[_Errors]) -> _Errors:
-    """The largest error for each name; it is infinite if one of them lacks that name."""
-
-    def of_each(named: Sequence[dict[str, float]]) -> dict[str, float]:
-        names = dict.fromkeys(name for errors in named for name in errors)
-        return {name: max(errors.get(name, math.inf) for errors in named) for name in names}
-
-    gradients, buffers, losses = zip(*found, strict=True)
-    return _Errors(of_each(gradients), of_each(buffers), max(losses))
-
-
-def relative_error(
-    actual: torch.Tensor | None, expected: torch.Tensor | None, floor: float = 0.0
-) -> float:
-    """The largest difference over the largest magnitude of `expected`, or over `floor`.
-
-    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ.
-    """
-    if actual is None or expected is None:
-        return 0.0 if actual is expected else math.inf
-    kinds = [(t.shape, t.dtype, t.layout) for t in (actual, expected)]
-    if kinds[0] != kinds[1]:
-        return math.inf
-    if actual.is_sparse:
-        actual, expected = actual.to_dense(), expected.to_dense()
-    if not (actual.is_floating_point() or actual.is_complex()):
-        return 0.0 if torch.equal(actual, expected) else math.inf
-    are_finite = expected.isfinite()
-    # Finite elements become zeros; infinities and NaNs have to be equal.
-    rest = [torch.where(t.isfinite(), 0.0, t) for t in (actual, expected)]
-    if not torch.allclose(rest[0], rest[1], rtol=0, atol=0, equal_nan=True):
-        return math.inf
-    difference = _magnitude(torch.where(are_finite, _exact(actual) - _exact(expected), 0.0))
-    scale = max(_magnitude(expected), floor)
-    return difference / scale if difference else 0.0
-
-
-def _magnitude(tensor: torch.Tensor | None) -> float:
-    """The largest finite magnitude of an element."""
-    if tensor is None or tensor.numel() == 0:
-        return 0.0
-    values = _exact(tensor.to_dense() if tensor.is_sparse else tensor).abs()
-    return float(torch.where(values.isfinite(), values, 0.0).max())
-
-
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in a dtype in which differences of 16-bit numbers do not overflow."""
-    return tensor if tensor.dtype is torch.float64 or tensor.is_complex() else tensor.float()
-
-
-# ---- Before the first training step ------------------------------------------------------------
-
-
-_answered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""The modules that were verified, or of which was said why they were not."""
-
-
-def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
-    """Verify a module before its first forward that trains it, if `config.verify` is set.
-
-    Raises:
-        VerificationError: compiled code is wrong.
-        DisagreementError: as `warmup`.
-        PeerError: a rank was lost while ranks communicated.
-    """
-    if not _is_due(ddp):
-        return
-    try:
-        is_compiled_around = forward.backend is _torch.lookup_backend("ddpopt")
-        if is_compiled_around and not _torch.compiled_functions(ddp):
-            # The call of DDP itself is compiled, by torch.compile(ddp) or in a function around it.
-            model = _torch.compiled_by(forward.callback, ddp)
-        elif is_compiled_by_us(ddp):
-            model = ddp
-        else:
-            return  # eager, or only `after_forward` will know better
-    except TorchDriftError as error:
-        _decline(ddp, str(error), "use such a release")
-        return
-    _verify_once(ddp, model, forward)
-
-
-def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
-    """Verify a module that called something compiled which is no part of it.
-
-    Raises:
-        Exception: as `before_forward`.
-    """
-    if _is_due(ddp) and state.get(ddp).cuts:
-        _verify_once(ddp, ddp, forward)
-
-
-def _is_due(ddp: DistributedDataParallel) -> bool:
-    return config.verify and ddp not in _answered and _trains(ddp) and not state.is_copy(ddp)
-
-
-def _trains(ddp: DistributedDataParallel) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in ddp.parameters())
-
-
-def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: Forward) -> None:
-    """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
-    _answered.add(ddp)
-    try:
-        outcome = verify(model, Batch(forward.arguments, forward.keywords))
-    except (_BrokenOffError, DisagreementError):
-        raise
-    except Exception as error:
-        # The model may raise anything, the batch may not be copied, the loss may be none. That is
-        # no reason not to train: it costs the verification, and a line says so.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        names_mode = any(mode.value in reason for mode in KEEPING_FROM_REHEARSAL)
-        remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"
-        _decline(ddp, reason, "train without that mode" if names_mode else remedy)
-        return
-    if outcome.passed:
-        _logs.progress("%s", outcome)
-    elif not outcome.is_repeatable:
-        _decline(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
-    else:
-        raise VerificationError(
-            f"{outcome}\ntraining was stopped before its first step, because DDPOPT_VERIFY or "
-            "ddpopt.config.verify is set; train with DDPOPT_ENABLED=0 or without torch.compile, "
-            "and report this; if only rounding differs, call ddpopt.verify with higher tolerances"
-        )
-
-
-def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
-    _answered.add(ddp)
-    _logs.warning(
-        "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
-        "training goes on: %s; to verify it, %s",
-        type(ddp.module).__name__,
-        reason,
-        remedy,
     )

@@ -59,14 +59,16 @@ def warmup(
 def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
     """As `warmup`, but return the copy, which may be compiled apart (see `Rehearsal`)."""
     rehearsal, _ = run.step_locally(is_apart=is_apart)
-    own, copied = state.get(run.ddp), state.get(rehearsal.ddp)
+    state_of_copy = state.get(rehearsal.ddp)
     with run.stage("comparing"):
-        if not copied.cuts:
+        if not state_of_copy.cuts:
             raise OptionError(_not_compiled(run.model))
-        if not is_apart:  # the model gets what compiling the copy made or began
-            own.code += copied.code
+        if not is_apart:
+            # Training will run the code of the copy, and go on with the search for better buckets
+            # that the copy's first forward began.
+            state.get(run.ddp).code += state_of_copy.code
             tuner.continue_search(rehearsal.ddp, run.ddp)
-        facts = _facts_of(run.ddp, copied.cuts)
+        facts = _facts_of(run.ddp, state_of_copy.cuts)
     _compare_models(run.ddp, facts)
     return rehearsal
 
@@ -98,7 +100,7 @@ def _compare_models(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None
 
 
 def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
-    """Return what has to be equal on all ranks, from the most to the least telling.
+    """The facts that have to be equal on all ranks, from the most to the least telling.
 
     What else each rank compiled does not matter: sections, fallbacks and shapes of inputs may
     differ, since the Reducer has the same buckets on all ranks and launches them in the same order.
@@ -110,9 +112,11 @@ def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
     except TorchDriftError as error:
         _logs.info("ranks do not compare what they compile: %s", error)
         return []
-    parameters = [f"{p.name} {dtype_name(t.dtype)}{list(t.shape)}" for t, p in reduced.items()]
-    return [
-        *(Fact(f"parameter {place}", text) for place, text in enumerate(parameters)),
+    facts = []
+    for position, (tensor, parameter) in enumerate(reduced.items()):
+        text = f"{parameter.name} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
+        facts.append(Fact(f"parameter {position}", text))
+    facts += [
         Fact("bucket limits in bytes", str(list(caps))),
         Fact("find_unused_parameters", str(ddp.find_unused_parameters)),
         Fact("static_graph", str(ddp.static_graph)),
@@ -126,10 +130,11 @@ def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
         Fact("torch", torch.__version__),
         Fact("ddpopt", installed_version()),
     ]
+    return facts
 
 
 def _describe_cut(cut: Cut) -> str:
-    """On which sides of cuts calls are that may be collectives; empty without such calls."""
+    """How many calls that may be collectives each section has; empty without such calls."""
     if not cut.sections:
         return f"whole, with {cut.num_fixed} such calls" if cut.num_fixed else ""
     counts = [section.num_fixed for section in cut.sections]
@@ -139,6 +144,7 @@ def _describe_cut(cut: Cut) -> str:
 
 
 def _not_compiled(model: torch.nn.Module) -> str:
+    """The error for a step in which nothing was compiled with our backend."""
     if is_compiled_by_us(model):
         return (
             "torch.compile compiled nothing of this model; "

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
 def _measure(
     args: argparse.Namespace, names: Sequence[str], screen: Screen
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return results and failures as `--json` prints them; no model is left alive."""
+    """The results and the failures, as `--json` prints them; no model is left alive."""
     factory = find_factory(args.factory)
     entrants = [(name, cap_mb) for cap_mb in args.caps for name in names]
     trainees: list[_Trainee] = []
@@ -93,8 +93,8 @@ def _measure(
             trainees.append(trainee)
     for trainee in screen.track(trainees * args.rounds, "measuring"):
         trainee.take_turn(args.steps)
-    known = {(trainee.name, trainee.cap_mb): trainee for trainee in trainees}
-    return [trainee.result(known) for trainee in trainees], failures
+    trainee_of = {(trainee.name, trainee.cap_mb): trainee for trainee in trainees}
+    return [trainee.result(trainee_of) for trainee in trainees], failures
 
 
 def _uncompiled(loaded: Loaded) -> Loaded:
@@ -110,9 +110,9 @@ class _Trainee:
     """A model that is trained in one of these ways, with one cap for DDP's buckets."""
 
     def __init__(self, name: str, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
-        self.name = name
-        self.cap_mb = cap_mb
-        self.turns_s: list[float] = []
+        self.name = name  # of its peer, in `PEERS`
+        self.cap_mb = cap_mb  # None for DDP's default
+        self.turns_s: list[float] = []  # what a step took in each turn
         self._inputs = loaded.inputs
         with self._settings():
             self._ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
@@ -140,18 +140,25 @@ class _Trainee:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         self.turns_s.append(statistics.median(slowest.tolist()))
 
-    def result(self, known: Mapping[tuple[str, float | None], _Trainee]) -> dict[str, Any]:
-        """Return medians over the turns; a throughput above 1 means faster than that peer."""
+    def result(self, trainee_of: Mapping[tuple[str, float | None], _Trainee]) -> dict[str, Any]:
+        """Medians over the turns; a throughput above 1 means faster than that baseline.
+
+        `trainee_of` has all trainees by the names of peers and the caps.
+        """
         result: dict[str, Any] = {"peer": self.name, "cap_mb": self.cap_mb}
         result["step_s"] = statistics.median(self.turns_s)
         result["fastest_s"], result["slowest_s"] = min(self.turns_s), max(self.turns_s)
         for name in _BASELINES:
-            other = known.get((name, self.cap_mb))
-            pairs = zip(other.turns_s, self.turns_s, strict=True) if other else ()
-            ratios = [theirs_s / own_s for theirs_s, own_s in pairs]
-            result[f"throughput_of_{name}"] = statistics.median(ratios) if ratios else None
+            baseline = trainee_of.get((name, self.cap_mb))
+            ratio = None
+            if baseline is not None:
+                # Turn by turn, since what slows one turn down slows its neighbours down too.
+                pairs = zip(baseline.turns_s, self.turns_s, strict=True)
+                ratio = statistics.median(baseline_s / turn_s for baseline_s, turn_s in pairs)
+            result[f"throughput_of_{name}"] = ratio
         search = tuner.find_tuner(self._ddp)
-        return {**result, "tuning": search.outcome if search else ""}
+        result["tuning"] = search.outcome if search else ""
+        return result
 
     def _step_s(self) -> float:
         with self._settings():
@@ -183,7 +190,7 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
 def _admit(
     name: str, cap_mb: float | None, inner: str, loaded: Loaded
 ) -> tuple[_Trainee | None, str]:
-    """Compile and train a model, or return the error if that fails on any rank."""
+    """A model that was compiled and trained; or None and the error, if any rank had one."""
     trainee, error = None, ""
     try:
         trainee = _Trainee(name, cap_mb, inner, loaded)
@@ -197,14 +204,16 @@ def _admit(
 
 
 def _parts(data: Mapping[str, Any]) -> list[str | Table]:
+    """The table and its notes, for people."""
     rows = []
     for result in data["results"]:
-        ratios = [result[f"throughput_of_{name}"] for name in _BASELINES]
-        shown = ["-" if ratio is None else f"{1 / ratio:.2f}" for ratio in ratios]
-        times = map(format_ms, (result["step_s"], result["fastest_s"], result["slowest_s"]))
-        peer, description = result["peer"], PEERS[result["peer"]].description
-        rows.append((_cap(result), peer, *times, *shown, description))
-    times_of = (f"/ {name}'s" for name in _BASELINES)
+        row = [_cap(result), result["peer"]]
+        row += [format_ms(result[key]) for key in ("step_s", "fastest_s", "slowest_s")]
+        for name in _BASELINES:
+            ratio = result[f"throughput_of_{name}"]
+            row.append("-" if ratio is None else f"{1 / ratio:.2f}")
+        rows.append((*row, PEERS[result["peer"]].description))
+    times_of = [f"/ {name}'s" for name in _BASELINES]
     header = ("cap MiB", "peer", "step ms", "from", "to", *times_of, "")
     parts: list[str | Table] = [
         f"{count(data['world_size'], 'rank')} ({data['backend']}), inner compiler {data['inner']}, "

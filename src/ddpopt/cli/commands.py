@@ -46,7 +46,7 @@ def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
     if args.html is not None and args.html.suffix != ".html":
         raise InputError(f"--html is {args.html}, which does not end in .html; rename it")
     loaded = find_factory(args.factory)()
-    best = None
+    best: BucketPlan | None = None
     if args.world_size:  # before DDP adds its hooks to the parameters
         network = Network(latency_s=LATENCY_US * 1e-6, bytes_per_s=args.bandwidth)
         best = plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
@@ -84,9 +84,11 @@ def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulatio
     """An iteration with DDP's own buckets, and one with the best ones."""
     cap_mb = args.bucket_cap_mb
     caps = (int(cap_mb * _MIB),) if cap_mb else DDP_DEFAULT_CAPS
-    own = dataclasses.replace(best, sizes=buckets_of_caps(best.profile, caps))
-    plans = {"ddp": own, "best": best}
-    return {name: simulate(each, world_size=args.world_size) for name, each in plans.items()}
+    plan_of_ddp = dataclasses.replace(best, sizes=buckets_of_caps(best.profile, caps))
+    return {
+        "ddp": simulate(plan_of_ddp, world_size=args.world_size),
+        "best": simulate(best, world_size=args.world_size),
+    }
 
 
 def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) -> list[str | Table]:
@@ -94,9 +96,16 @@ def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) ->
     rows = []
     for name, simulation in simulations.items():
         timeline = simulation.timeline
-        times_s = (timeline.iteration_s, timeline.exposed_s, timeline.bound_s)
-        shown = (f"{len(timeline.buckets)}", *map(format_ms, times_s))
-        rows.append(({"ddp": "DDP's"}.get(name, name), *shown, f"{simulation.efficiency:.1%}"))
+        rows.append(
+            (
+                "DDP's" if name == "ddp" else name,
+                str(len(timeline.buckets)),
+                format_ms(timeline.iteration_s),
+                format_ms(timeline.exposed_s),
+                format_ms(timeline.bound_s),
+                f"{simulation.efficiency:.1%}",
+            )
+        )
     header = ("buckets", "number", "iteration ms", "exposed", "bound", "efficiency")
     return [
         f"\n{args.world_size} ranks at {format_bandwidth(args.bandwidth)}, {LATENCY_US:g} us a "
@@ -109,9 +118,9 @@ def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
     """Show one iteration of a saved plan on another cluster."""
     saved, stragglers = _load(args)
     network = None if args.bandwidth is None else _network(saved, args, args.bandwidth)
-    given = ["--" + name.replace("_", "-") for name in _given(args)]
-    if network is None and given:
-        raise PlanError(f"{', '.join(given)} given without --bandwidth")
+    flags = ["--" + name.replace("_", "-") for name in _links_of(args)]
+    if network is None and flags:
+        raise PlanError(f"{', '.join(flags)} given without --bandwidth")
     simulation = simulate(saved, world_size=args.world_size, network=network, stragglers=stragglers)
     return Report(data=json.loads(simulation.to_json()), parts=[str(simulation)])
 
@@ -133,12 +142,14 @@ def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:
     return saved, Stragglers(mean_delay=args.stragglers, seed=args.seed)
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
+def _links_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that describe links, as far as they were given."""
     return {name: getattr(args, name) for name in _LINKS if getattr(args, name) is not None}
 
 
 def _network(saved: BucketPlan, args: argparse.Namespace, bytes_per_s: float) -> Network:
-    links = _given(args)
+    """The network that arguments describe, with what the plan's cost says of computation."""
+    links = _links_of(args)
     return Network(
         latency_s=links.get("latency_us", LATENCY_US) * 1e-6,
         bytes_per_s=bytes_per_s,

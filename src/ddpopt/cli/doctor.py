@@ -52,50 +52,56 @@ class Check(NamedTuple):
 
 
 def run(_args: argparse.Namespace, screen: Screen) -> Report:
-    """Check; the status is 1 if no model could be trained, or a small one not split."""
-    found = find_names(None)
-    with contextlib.suppress(Exception), one_rank_group():  # the trials will say what is wrong
-        found = find_names(DistributedDataParallel(TrialModel(_WIDTH), static_graph=True))
+    """Check; the status is 1 if a small model could not be split, or nothing be compiled."""
+    is_readable = find_names(None)
+    # Making a DDP module raises whatever is wrong with process groups here; the trials below report
+    # it. Lost are the names of DDP's objects, which then are in no row.
+    with contextlib.suppress(Exception), one_rank_group():
+        is_readable = find_names(DistributedDataParallel(TrialModel(_WIDTH), static_graph=True))
     trials = [_try(split) for split in screen.track(SPLITS[1:], "checking")]
     compiler = _compiler()
-    checks = [*_installed(), compiler, *_environment(), _names(found), *trials]
-    needed = trials if torch.accelerator.is_available() else [compiler, *trials]
-    missing = [check.name for check in needed if not check.is_ok]
-    can_split = not missing
-    rows = [
-        (check.name, "ok" if check.is_ok else "problem", "; ".join(filter(None, check[1:])))
-        for check in checks
+    checks = [*_installed(), compiler, *_environment(), _names(is_readable), *trials]
+    # Inductor needs a C++ compiler on CPUs alone.
+    necessary = trials if torch.accelerator.is_available() else [compiler, *trials]
+    failed = [check.name for check in necessary if not check.is_ok]
+    rows = []
+    for check in checks:
+        text = f"{check.detail}; {check.remedy}" if check.remedy else check.detail
+        rows.append((check.name, "ok" if check.is_ok else "problem", text))
+    verdict = f"not be split here; see {', '.join(failed)} above" if failed else "be split here"
+    parts: list[str | Table] = [
+        Table(header=("check", "", "found"), rows=rows),
+        f"\ntraining can {verdict}",
+        f"which options to train with: {_OPTIONS_PAGE}",
     ]
-    parts: list[str | Table] = [Table(header=("check", "", "found"), rows=rows)]
-    lacking = f"not be split here; see {', '.join(missing)} above" if missing else "be split here"
-    parts.append(f"\ntraining can {lacking}")
-    parts.append(f"which options to train with: {_OPTIONS_PAGE}")
     data = {
         "format": "ddpopt doctor 1",
-        "can_split": can_split,
+        "can_split": not failed,
         "checks": [{**check._asdict(), "is_ok": check.is_ok} for check in checks],
-        "missing_names": {
-            str(row): row.need.value for row, is_found in found.items() if not is_found
-        },
+        "missing_names": {str(row): row.need.value for row in is_readable if not is_readable[row]},
     }
-    return Report(data=data, parts=parts, status=0 if can_split else 1)
+    return Report(data=data, parts=parts, status=1 if failed else 0)
 
 
 def _installed() -> Iterator[Check]:
     yield Check("python", platform.python_version())
     release = names.installed_release()
     version = str(torch.__version__)
-    problem = f"{version} is {'too old' if release < names.FIRST else 'newer than what was tested'}"
-    yield _look(
-        "torch", version if names.FIRST <= release <= names.LAST else "", problem, _INSTALL_TORCH
-    )
-    found = ", ".join(each.version for each in importlib.metadata.distributions(name="ddpopt"))
-    yield _look("ddpopt", found, "is imported, but not installed", _INSTALL)
+    if release < names.FIRST:
+        yield Check("torch", f"{version} is too old", _INSTALL_TORCH)
+    elif release > names.LAST:
+        yield Check("torch", f"{version} is newer than what was tested", _INSTALL_TORCH)
+    else:
+        yield Check("torch", version)
+    installed = importlib.metadata.distributions(name="ddpopt")
+    versions = ", ".join(distribution.version for distribution in installed)
+    yield _look("ddpopt", versions, "is imported, but not installed", _INSTALL)
     points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="ddpopt")
-    found = ", ".join(sorted({point.value for point in points}))
-    yield _look('backend="ddpopt"', found, "torch.compile does not know it", _INSTALL)
-    found = ", ".join(filter(dist.is_backend_available, _BACKENDS))
-    yield _look("process groups", found, "none", "install a build of torch that has gloo or nccl")
+    targets = ", ".join(sorted({point.value for point in points}))
+    yield _look('backend="ddpopt"', targets, "torch.compile does not know it", _INSTALL)
+    available = ", ".join(name for name in _BACKENDS if dist.is_backend_available(name))
+    remedy = "install a build of torch that has gloo or nccl"
+    yield _look("process groups", available, "none", remedy)
     try:
         _torch.graph_logger()
         yield Check("TORCH_LOGS names", "dynamo, distributed, ddp, +ddpopt; ddp_graphs")
@@ -115,6 +121,7 @@ def _compiler() -> Check:
 
 
 def _look(name: str, found: str | None, problem: str, remedy: str) -> Check:
+    """A check that is fine with what was `found`, and a problem if that is nothing."""
     return Check(name, found) if found else Check(name, problem, remedy)
 
 
@@ -125,8 +132,8 @@ def _environment() -> Iterator[Check]:
         elif name == "DDPOPT_ENABLED" and not config.enabled:
             yield Check(name, f"{value} switches splitting off", "unset it")
         elif name.startswith("DDPOPT_") and name not in config.VARIABLES:
-            known = difflib.get_close_matches(name, config.VARIABLES, n=1) or config.VARIABLES
-            yield Check(name, "is not read by ddpopt", f"it reads {', '.join(known)}")
+            similar = difflib.get_close_matches(name, config.VARIABLES, n=1) or config.VARIABLES
+            yield Check(name, "is not read by ddpopt", f"it reads {', '.join(similar)}")
         elif name.startswith("DDPOPT_") or name in _SHOWN:
             yield Check(name, value)
 
@@ -138,20 +145,20 @@ def find_names(ddp: DistributedDataParallel | None) -> dict[PrivateName, bool]:
     that exist only while a graph is compiled.
     """
     examples = _examples(ddp)
-    found = {}
+    is_readable = {}
     for row in sorted((row for row in names.TABLE if row.is_expected), key=str):
         if not row.is_global and row.owner not in examples:
             continue
-        found[row] = False
+        is_readable[row] = False
         # Whatever an import or a constructor raises, the name cannot be used.
         with contextlib.suppress(Exception):
             row.get(None if row.is_global else examples[row.owner]())
-            found[row] = True
-    return found
+            is_readable[row] = True
+    return is_readable
 
 
 def _examples(ddp: DistributedDataParallel | None) -> dict[str, Callable[[], Any]]:
-    """Return for each kind, by name, what makes such an object; most need other private names."""
+    """What makes an object of each kind, by the kind's name; most need other private names."""
     compiled: Any = torch.compile(nn.Identity(), backend="eager")
     mode = names.FAKE_TENSOR_MODE
     examples: dict[str, Callable[[], Any]] = {
@@ -188,15 +195,17 @@ def _optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.empty(0)])
 
 
-def _names(found: Mapping[PrivateName, bool]) -> Check:
-    """Look for private names that torch has moved, and say what is lost without each."""
-    missing = [f"{row} (lost: {row.need.value})" for row, is_found in found.items() if not is_found]
-    all_found = "" if missing else "all found"
-    problem = f"{len(missing)} missing: {', '.join(missing)}"
-    return _look("private names", all_found, problem, _INSTALL_TORCH)
+def _names(is_readable: Mapping[PrivateName, bool]) -> Check:
+    """The private names that torch has moved, and what is lost without each."""
+    missing = [row for row in is_readable if not is_readable[row]]
+    if not missing:
+        return Check("private names", "all found")
+    losses = ", ".join(f"{row} (lost: {row.need.value})" for row in missing)
+    return Check("private names", f"{len(missing)} missing: {losses}", _INSTALL_TORCH)
 
 
 def _try(split: str) -> Check:
+    """Train a small model in this way, in a group of this process alone."""
     name = f"split {split}"
     try:
         with one_rank_group():

@@ -45,22 +45,23 @@ def find_factory(text: str) -> Callable[[], Loaded]:
         InputError: there is no such module or function, or importing it raises; the returned
             function raises it if the factory raises or returns something else.
     """
-    place, _, name = text.rpartition(":")
-    if not place or not name:
+    module, _, name = text.rpartition(":")
+    if not module or not name:
         raise InputError(
             f"{text!r} names no factory; write package.module:factory or path/to/file.py:factory"
         )
-    with _blaming(f"importing {place}"):
-        found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise InputError(f"{place} has no {name!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise InputError(f"{text} is a {type(found).__name__}; a factory is a function")
-    return functools.partial(_make, text, found)
+    value: Any
+    with _blaming(f"importing {module}"):
+        value = _import_file(Path(module)) if module.endswith(".py") else _import_module(module)
+    for attribute in name.split("."):
+        if not hasattr(value, attribute):
+            similar = difflib.get_close_matches(attribute, dir(value), n=3)
+            hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
+            raise InputError(f"{module} has no {name!r}{hint}")
+        value = getattr(value, attribute)
+    if not callable(value):
+        raise InputError(f"{text} is a {type(value).__name__}; a factory is a function")
+    return functools.partial(_make, text, value)
 
 
 def _import_module(name: str) -> types.ModuleType:
@@ -180,6 +181,7 @@ def _use_own_gpu() -> None:
     torch.cuda.set_device(int(local_rank))
 
 
+# Groups that are kept alive after an error, see `_leaving`.
 _outlived: list[dist.ProcessGroup | None] = []
 
 

@@ -1,0 +1,106 @@
+"""`config.verify`: verify each DDP module by itself, before the first step that trains it.
+
+The backend calls `before_forward` and `after_forward` around forwards of DDP modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch, config
+from ddpopt._torch import Forward
+from ddpopt.checks.copies import is_compiled_by_us
+from ddpopt.checks.verify import BrokenOffError, verify
+from ddpopt.errors import DisagreementError, TorchDriftError, VerificationError
+from ddpopt.planning.batch import Batch
+from ddpopt.split import state
+from ddpopt.split.state import KEEPING_FROM_REHEARSAL
+
+# The modules that were verified, or of which a line said why they were not.
+_settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
+    """Verify a module before its first forward that trains it, if `config.verify` is set.
+
+    Raises:
+        VerificationError: compiled code is wrong.
+        DisagreementError: as `warmup`.
+        PeerError: a rank was lost while ranks communicated.
+    """
+    if not _is_due(ddp):
+        return
+    try:
+        is_compiled_around = forward.backend is _torch.lookup_backend("ddpopt")
+        if is_compiled_around and not _torch.compiled_functions(ddp):
+            # The call of DDP itself is compiled, by torch.compile(ddp) or in a function around it.
+            model = _torch.compiled_by(forward.callback, ddp)
+        elif is_compiled_by_us(ddp):
+            model = ddp
+        else:
+            return  # it is eager, as far as can be seen before it ran; see `after_forward`
+    except TorchDriftError as error:
+        _decline(ddp, str(error), "use such a release")
+        return
+    _verify_once(ddp, model, forward)
+
+
+def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
+    """Verify a module that called something compiled which is no part of it.
+
+    That shows only once it ran: by the graphs that were compiled for the module.
+
+    Raises:
+        VerificationError: compiled code is wrong.
+        DisagreementError: as `warmup`.
+        PeerError: a rank was lost while ranks communicated.
+    """
+    if _is_due(ddp) and state.get(ddp).cuts:
+        _verify_once(ddp, ddp, forward)
+
+
+def _is_due(ddp: DistributedDataParallel) -> bool:
+    if not config.verify or ddp in _settled or state.is_copy(ddp):  # `verify` steps on copies
+        return False
+    return torch.is_grad_enabled() and any(p.requires_grad for p in ddp.parameters())
+
+
+def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: Forward) -> None:
+    """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
+    _settled.add(ddp)
+    try:
+        outcome = verify(model, Batch(forward.arguments, forward.keywords))
+    except (BrokenOffError, DisagreementError):
+        raise
+    except Exception as error:
+        # The model may raise anything, the batch may not be copied, the loss may be none. That is
+        # no reason not to train: it costs the verification, and a line says so.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        names_mode = any(mode.value in reason for mode in KEEPING_FROM_REHEARSAL)
+        remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"
+        _decline(ddp, reason, "train without that mode" if names_mode else remedy)
+        return
+    if outcome.passed:
+        _logs.progress("%s", outcome)
+    elif not outcome.is_repeatable:
+        _decline(ddp, outcome.note, "call ddpopt.verify where it gives the same twice")
+    else:
+        raise VerificationError(
+            f"{outcome}\ntraining was stopped before its first step, because DDPOPT_VERIFY or "
+            "ddpopt.config.verify is set; train with DDPOPT_ENABLED=0 or without torch.compile, "
+            "and report this; if only rounding differs, call ddpopt.verify with higher tolerances"
+        )
+
+
+def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+    _settled.add(ddp)
+    _logs.warning(
+        "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
+        "training goes on: %s; to verify it, %s",
+        type(ddp.module).__name__,
+        reason,
+        remedy,
+    )

@@ -1,0 +1,47 @@
+"""Relative errors, and the tolerances that they are judged by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ddpopt.checks.comparison import limits_by_name, relative_error
+
+
+def test_tolerances_go_from_fine_to_coarse() -> None:
+    """One for TF32, which is never below that of float32, stands between float32 and float16."""
+    assert list(limits_by_name({}).values()) == [1e-7, 1e-3, 1e-2, 1e-2, 5e-2]
+    assert list(limits_by_name({torch.float32: 0.1}).values())[1:3] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([math.nan, math.inf], [math.nan, math.inf], 0.0),
+        ([math.nan, 1.0], [1.0, 1.0], math.inf),
+        ([-math.inf], [math.inf], math.inf),
+        ([1.0], [1.0, 1.0], math.inf),
+        ([0.0], [0.0], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_an_error_is_relative_to_the_largest_element(
+    actual: list[float], expected: list[float], error: float
+) -> None:
+    """Infinite where shapes or non-finite elements differ."""
+    found = relative_error(torch.tensor(actual), torch.tensor(expected))
+    assert found == pytest.approx(error, abs=1e-6)
+
+
+def test_missing_gradients_and_dtypes_count() -> None:
+    """None is equal to None alone, float16 to float16 alone; a floor bounds what is small."""
+    one = torch.ones(1)
+    assert relative_error(None, None) == 0
+    assert relative_error(one, None) == relative_error(None, one) == math.inf
+    assert relative_error(one.half(), one) == math.inf
+    assert relative_error(1e-6 * one, 0 * one, floor=1e-3) == pytest.approx(1e-3)
+    assert relative_error(torch.tensor([2]), torch.tensor([3])) == math.inf
