@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt._torch import names
@@ -83,6 +84,29 @@ def test_training_goes_on_without_a_text(
 ) -> None:
     """Uncut, where a graph without it could be misread."""
     _check_training(row, REASONS[row], "aot_eager", monkeypatch)
+
+
+class _Breaking(MLP):
+    """Two breaks under no_grad; between them Dynamo's graph is a call that ends the region."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch._dynamo.graph_break()
+        with torch.no_grad():
+            torch._dynamo.graph_break()
+            print(end="")
+        return y
+
+
+def test_a_graph_without_inputs_has_no_values_and_is_no_drift(one_rank: None) -> None:
+    """Found by the fuzz: a warning said that torch had moved a name."""
+    ddp = DistributedDataParallel(_Breaking(3), bucket_cap_mb=0.03)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    compiled(*batches(0, [(4, WIDTH)])).sum().backward()
+    cuts = ddpopt.explain(ddp).cuts
+    assert any(cut.num_nodes == 2 for cut in cuts)
+    assert Reason.TORCH_DRIFT not in {cut.fallback for cut in cuts}
 
 
 @pytest.mark.slow
