@@ -26,6 +26,7 @@ def test_tolerances_go_from_fine_to_coarse() -> None:
         ([-math.inf], [math.inf], math.inf),
         ([1.0], [1.0, 1.0], math.inf),
         ([0.0], [0.0], 0.0),
+        ([1.0], [0.0], math.inf),
         ([], [], 0.0),
     ],
 )

@@ -458,6 +458,13 @@ def _frozen_at_first(rank: int, make: Make) -> dict[str, torch.Tensor]:
     return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * 2)
 
 
+def _thawed_later(rank: int, make: Make) -> dict[str, torch.Tensor]:
+    """Copies share a part that DDP does not reduce: it was frozen when DDP was made."""
+    ddp, compiled = make(Sharing("first.weight", "first.bias"))
+    ddp.module.first.requires_grad_(True)
+    return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * 2)
+
+
 def _patched(rank: int, make: Make) -> dict[str, torch.Tensor]:
     """As Lightning redirects a forward to `training_step`, once."""
     module = Odd()
@@ -541,6 +548,7 @@ WARNED = {
         _of(lambda: Sharing("norm.running_mean")),
         "uses the original's norm.running_mean",
     ),
+    "copies that share what was thawed": (_thawed_later, "uses the original's first."),
     "a function that holds it": (_of(Bound), "uses the original's"),
     "a function that holds buffers": (
         _of(BoundStatistics),

@@ -119,7 +119,7 @@ def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
     for split, whole in zip(
         _run(stitched, capture.example_inputs),
         _run(capture.gm, capture.example_inputs),
-        strict=False,  # what nothing passes a gradient to has none in sections
+        strict=True,
     ):
         torch.testing.assert_close(split, whole, rtol=0, atol=0)
 

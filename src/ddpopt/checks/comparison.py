@@ -123,7 +123,8 @@ def relative_error(
 ) -> float:
     """The largest difference over the largest magnitude of `expected`, or over `floor`.
 
-    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ.
+    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ, or if zero
+    is expected and something else is there.
     """
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
@@ -140,8 +141,10 @@ def relative_error(
     if not torch.allclose(rest[0], rest[1], rtol=0, atol=0, equal_nan=True):
         return math.inf
     difference = _magnitude(torch.where(are_finite, _exact(actual) - _exact(expected), 0.0))
+    if not difference:
+        return 0.0
     scale = max(_magnitude(expected), floor)
-    return difference / scale if difference else 0.0
+    return difference / scale if scale else math.inf
 
 
 def _magnitude(tensor: torch.Tensor | None) -> float:

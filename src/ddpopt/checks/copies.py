@@ -237,11 +237,15 @@ def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[No
     if a `__deepcopy__` shares them. A backward that reaches an original parameter raises before
     the gradient is accumulated.
     """
+    # A node lives, with its hook, while somebody holds it: DDP's Reducer, or for a parameter that
+    # the Reducer does not have, this list.
+    nodes = []
     hooks = []
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad:
-            refuse = functools.partial(_refuse_use, name)
-            hooks.append(_torch.accumulate_node(parameter).register_prehook(refuse))
+            node = _torch.accumulate_node(parameter)
+            nodes.append(node)
+            hooks.append(node.register_prehook(functools.partial(_refuse_use, name)))
     try:
         yield
     finally:

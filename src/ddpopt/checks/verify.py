@@ -174,13 +174,11 @@ def _draws_otherwise(model: torch.nn.Module, draws_numbers: bool) -> bool:
             "in the model, to compile it with eager's; compile a module instead of a function, or "
             "verify the model in eval mode"
         )
-    if not draws_numbers:
-        return False
+    inner_compilers = set()
     for part in _torch.compiled_parts(model):
         options = _torch.compile_options(part).get("options") or {}
-        if options.get("inner", "inductor") == "inductor":
-            return True
-    return False
+        inner_compilers.add(options.get("inner", "inductor"))
+    return draws_numbers and "inductor" in inner_compilers
 
 
 def _step_copy(
@@ -188,7 +186,7 @@ def _step_copy(
 ) -> list[Outcome]:
     """Two steps of a copy of the compiled copy, with allreduces, each with the same randomness.
 
-    A copy of its own for each stance: DDP forms its buckets after the first step.
+    Each call steps a copy of its own, since DDP forms its buckets once, after the first step.
     """
     outcomes = []
     rehearsal = rehearse(compiled.model)

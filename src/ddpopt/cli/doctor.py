@@ -61,12 +61,12 @@ def run(_args: argparse.Namespace, screen: Screen) -> Report:
     trials = [_try(split) for split in screen.track(SPLITS[1:], "checking")]
     compiler = _compiler()
     checks = [*_installed(), compiler, *_environment(), _names(is_readable), *trials]
-    # Inductor needs a C++ compiler on CPUs alone.
+    # Without a C++ compiler Inductor compiles nothing for CPUs; most models for GPUs need none.
     necessary = trials if torch.accelerator.is_available() else [compiler, *trials]
     failed = [check.name for check in necessary if not check.is_ok]
     rows = []
     for check in checks:
-        text = f"{check.detail}; {check.remedy}" if check.remedy else check.detail
+        text = "; ".join(part for part in (check.detail, check.remedy) if part)
         rows.append((check.name, "ok" if check.is_ok else "problem", text))
     verdict = f"not be split here; see {', '.join(failed)} above" if failed else "be split here"
     parts: list[str | Table] = [

@@ -123,11 +123,14 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
             clone = gm.graph.call_method("clone", (value,))
         section_of[clone] = section_of[first_call]
         _use_instead(clone, value, section_of, first=section_of[first_call])
+    # Each stands at the end of the section that makes the value, and so before the clones of the
+    # next section: split_module wants each section's calls together.
+    last_of = {section.index: calls[section.stop - 1] for section in sections}
     for value in _find_to_detach(gm.graph, section_of):
         made_in = section_of[value]
-        last_call = calls[sections[made_in].stop - 1]
-        with gm.graph.inserting_after(last_call):  # and so before the clones of the next section
+        with gm.graph.inserting_after(last_of[made_in]):
             detached = gm.graph.call_method("detach", (value,))
+        last_of[made_in] = detached
         section_of[detached] = made_in
         _use_instead(detached, value, section_of, first=made_in + 1)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)

@@ -258,21 +258,26 @@ def _are_as_near(ours: _Attempt, eager: _Attempt, exact: _Attempt) -> bool:
 
     A batch norm's gradients are sums in which most cancels. What is left may have few right bits
     in bfloat16, and others where three addends are added in another order. Each training is
-    followed up to its first value that differs: later ones come of other parameters.
+    followed up to the first step in which it differs: later ones start from other parameters.
     """
-    if ours.notes.texts != eager.notes.texts:
+    mine, theirs, values = ours.notes.values, eager.notes.values, exact.notes.values
+    if ours.notes.texts != eager.notes.texts or not mine.keys() == theirs.keys() == values.keys():
         return False
-    followed = {True, False}  # whether it is the second model's
-    for name, value in exact.notes.values.items():
-        if (is_second := name.startswith("second: ")) not in followed:
+    # The step in which each training differs first: of the model, and of a second one.
+    differs_in: dict[bool, str] = {}
+    for name, value in values.items():
+        is_second = name.startswith("second: ")
+        step = name.removeprefix("second: ").partition(".")[0]  # of "step 1.0 gradient last.bias"
+        if differs_in.get(is_second, step) != step:
             continue
-        mine, theirs = ours.notes.values[name], eager.notes.values[name]
-        far = relative_error(theirs.double(), value.double())
-        # Nothing is shown by values that eager itself gets wrong, as with other random numbers.
-        if far > 0.5 or relative_error(mine.double(), value.double()) > 4 * far + 0.02:
+        if (mine[name].shape, mine[name].dtype) != (theirs[name].shape, theirs[name].dtype):
             return False
-        if relative_error(mine, theirs) > TOLERANCES["bfloat16"]:
-            followed.remove(is_second)
+        far = relative_error(theirs[name].double(), value.double())
+        # Nothing is shown by values that eager itself gets wrong, as with other random numbers.
+        if far > 0.5 or relative_error(mine[name].double(), value.double()) > 4 * far + 0.02:
+            return False
+        if relative_error(mine[name], theirs[name]) > TOLERANCES["bfloat16"]:
+            differs_in.setdefault(is_second, step)
     return True
 
 
