@@ -528,7 +528,11 @@ def _current(device: torch.device, stream: torch.Stream | None) -> Iterator[None
 
 
 def _signature_of(value: Any) -> Hashable:
-    """Return what graphs may be guarded on in an argument; equal for similar arguments."""
+    """What Dynamo may guard on in an argument, as a hashable value.
+
+    A call with an equal signature runs graphs that exist; see [Note: new calls]. Objects that are
+    no containers count by their types alone.
+    """
     if isinstance(value, torch.Tensor):
         layout = value.stride() if value.layout is torch.strided else value.layout
         kind = (type(value), value.dtype, value.device)
@@ -542,7 +546,7 @@ def _signature_of(value: Any) -> Hashable:
 
 
 def _state_of(module: nn.Module) -> Hashable:
-    """Return what graphs may be guarded on in a module: its parts and their plain attributes."""
+    """What Dynamo may guard on in a module: its parts and their plain attributes."""
     attributes = tuple(
         _attribute(value) for part in module.modules() for value in vars(part).values()
     )

@@ -59,6 +59,7 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
 
 
 def _forget_donated(context: Any) -> None:
+    """Make the metadata, which may be stored, say that backward overwrites no saved tensors."""
     metadata = None if context is None else names.FW_METADATA.get(context)
     if metadata is not None:
         names.DONATED_IDXS.set([], metadata)  # AOTAutograd's spelling of "none"
@@ -135,7 +136,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         tag = _cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
-            # Inductor's own cache, which bundling turns off, need not know what this belongs to.
+            # Bundling turns Inductor's own cache off; it is on for this graph. The tag is without the
+            # key of the cut, since the code of a graph does not depend on where others are cut.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
             with _tagging_cache(tag), not_bundled:
                 return compile_fx_inner(graph, values, **options)

@@ -101,6 +101,8 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
     asked = tuple(tuple(index_of[tensor] for tensor in bucket) for bucket in buckets)
     if not follows_arrival:
         return asked or None
+    # `asked` is numbered by `reducer_parameters`, whose order may be a guess; the log has the
+    # Reducer's own numbers.
     if asked and asked != logged:
         raise TorchDriftError(
             "DDP's buckets are not known: its log numbers parameters otherwise than was taken to "
@@ -521,17 +523,17 @@ def last_forward_synced(ddp: DistributedDataParallel) -> bool:
     return bool(names.SYNCS_BUFFERS.get(ddp))
 
 
-def num_reductions(ddp: DistributedDataParallel) -> int | None:
-    """How many backwards have ended in which the Reducer looked for unused parameters.
+def num_used_map_resets(ddp: DistributedDataParallel) -> int | None:
+    """How often the Reducer has reduced, and cleared, its map of the parameters that were used.
 
-    None if it does not look for any. Otherwise it notes which parameters get a gradient, also under
-    no_sync, until it reduces these notes; so they are of use only until this number changes. It
-    writes them to one tensor each time, whose version counts that.
+    Backwards under no_sync mark parameters in the map as well; while this number is unchanged, the
+    marks are still there. It is the version of the map's tensor, which clearing changes and marking
+    does not. None if the Reducer does not look for unused parameters, or has a static graph.
     """
     if follows_arrival_order(ddp):
         return None
-    notes = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))()
-    return int(names.TENSOR_VERSION.get(notes))
+    used_map = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))()
+    return int(names.TENSOR_VERSION.get(used_map))
 
 
 # ---- Another Reducer ---------------------------------------------------------------------------

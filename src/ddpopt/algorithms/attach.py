@@ -25,9 +25,9 @@ def attach(
     """Let `algorithm` communicate for a DDP model in place of DDP's allreduce. Collective.
 
     First, weights and optimizer states are made equal to rank 0's. Attach between two steps, after
-    loading model and optimizer, and before the handle's own `load_state_dict`. `ddp_model` is
-    compiled or not; `optimizer` is the one that updates its parameters, or a sequence of all that
-    do.
+    loading model and optimizer, and before the handle's own `load_state_dict`. `ddp_model` may be
+    compiled. `optimizer` is the optimizer that updates its parameters, or a sequence of optimizers
+    if there are several.
 
     Raises:
         TypeError: an argument is something else, or a parameter's dtype cannot be averaged.
@@ -107,7 +107,7 @@ def _check_is_free(ddp: DistributedDataParallel) -> None:
 
 
 def _check_is_alone(training: Training) -> None:
-    """Raise AttachError if another DDP module has a parameter of this one's."""
+    """Raise AttachError if another DDP module shares a parameter with this one."""
     if _find_shared(training) is None:
         return
     # A module that was wrapped before may only wait to be collected.
@@ -125,15 +125,15 @@ def _check_is_alone(training: Training) -> None:
 def _find_shared(training: Training) -> tuple[str, str] | None:
     """The name of a parameter that another live DDP module reduces too, and the module's class.
 
-    Not the module itself: an error's traceback would keep it alive, which users are told to delete.
-    A module from which an algorithm was detached is no such one: whoever wraps its model anew, as
-    to go on from a checkpoint, may still hold the old handle, and with it the old wrapper.
+    Names, because users are told to delete the module, and the traceback of an error would keep it
+    alive. Modules whose algorithm was detached are ignored: a user who wraps the model anew, to
+    resume from a checkpoint, may still hold the old handle, and through it the old wrapper.
     """
     for ddp in _torch.live_ddp_modules():
         if ddp is training.ddp:
             continue
         reduction = _torch.bucket_reduction(ddp)
-        if reduction is not None and reduction.is_idle:
+        if reduction is not None and reduction.is_idle:  # its algorithm was detached
             continue
         for tensor in _torch.reducer_parameters(ddp):
             if tensor in training.parameters:
@@ -142,7 +142,7 @@ def _find_shared(training: Training) -> tuple[str, str] | None:
 
 
 def _check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raise what keeps an algorithm from being told of the updates of these."""
+    """Raise if the updates that an optimizer makes cannot be observed."""
     if not optimizers:
         raise OptionError("no optimizer is given; give attach all that update the model")
     for optimizer in optimizers:
@@ -165,7 +165,7 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def _facts_of(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
-    """What has to be equal on all ranks, from the most to the least telling."""
+    """The facts that have to be equal on all ranks, from the most to the least telling."""
     # The environment may say how many ranks a node has, and say it differently.
     ranks_per_node = algorithm.ranks_per_node(training.group.size())
     facts = [

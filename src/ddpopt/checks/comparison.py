@@ -28,8 +28,9 @@ From the finest dtype to the coarsest.
 # The name under which float32 has its tolerance where a device may compute it with fewer bits.
 _TF32, _TF32_TOLERANCE = "float32 (TF32)", 1e-2
 
-# A gradient's errors are relative to at least this part of the model's largest gradient: what is
-# left of a sum in which all cancels is rounding, and the division by it would be a large error.
+# A gradient's errors are relative to at least this part of the model's largest gradient. A gradient
+# that is much smaller may be a sum in which everything cancels but rounding, and an error relative
+# to that would say nothing.
 _FLOOR = 1e-3
 
 
@@ -42,7 +43,7 @@ class StepErrors(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The largest of all."""
+        """The largest error among gradients, buffers and the loss."""
         return max([*self.gradients.values(), *self.buffers.values(), self.loss])
 
 

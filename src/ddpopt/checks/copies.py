@@ -44,10 +44,10 @@ class DryRun:
     """A model, a batch and a loss, to be tried in stages that end on all ranks or on none.
 
     Args:
-        model: as `warmup` takes it.
-        batch: as `warmup` takes it.
-        loss_fn: as `warmup` takes it.
-        name: what errors and warnings begin with.
+        model: see `warmup`.
+        batch: see `warmup`.
+        loss_fn: see `warmup`.
+        name: the call that errors and warnings name, such as "verify".
         silence_s: seconds without a sign of life after which a rank counts as lost.
 
     Raises:
@@ -66,7 +66,8 @@ class DryRun:
         self.model, self.ddp = model, state.ddp_of(model)
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         check_number("silence_s", silence_s, POSITIVE, OptionError)
-        # `with run.stage("copying"):` ends once all ranks end it; an error of one is one of all.
+        # A block under `with run.stage("copying"):` ends when all ranks are at its end. If one
+        # rank raises in it, all raise.
         self.stage = functools.partial(
             monitored_block, self.ddp.process_group, name, silence_s=silence_s
         )
@@ -74,8 +75,8 @@ class DryRun:
     def step_locally(self, *, is_apart: bool = False) -> tuple[Rehearsal, bool]:
         """Run a step of a copy without DDP's communication; copying, forward, backward are stages.
 
-        A forward may communicate by itself, so none begins while another rank may still find that
-        it cannot begin.
+        A forward may communicate by itself, so no rank begins its forward before all have copied
+        model and batch successfully.
 
         Returns:
             The copy, and whether the step drew random numbers.
@@ -85,7 +86,8 @@ class DryRun:
                 own parameters or buffers, which stay unchanged.
         """
         with self.stage("copying"):
-            rehearsal, batch = rehearse(self.model, is_apart=is_apart), _copy_batch(self.batch)
+            rehearsal = rehearse(self.model, is_apart=is_apart)
+            batch = _copy_batch(self.batch)
         _torch.keep_local(rehearsal.ddp)
         state_before = _randomness(self.ddp)
         with (

@@ -177,7 +177,7 @@ def run_calibrate(args: argparse.Namespace, _screen: Screen) -> Report | None:
         f"an allreduce among {world_size} ranks ({backend}) takes {cost.startup_s * 1e3:.3f} ms "
         f"and {cost.s_per_mib * 1e3:.3f} ms per MiB\n"
         f"  meanwhile computation loses {cost.interference:.0%} of its speed, and beside "
-        f"computation bytes take {cost.contention:.2f} times as long; each launch keeps it up by "
+        f"computation bytes take {cost.contention:.2f} times as long; each launch delays it by "
         f"{cost.launch_s * 1e3:.3f} ms\n"
         f"  for ddpopt.plan: network=ddpopt.planning.{cost!r}, world_size={world_size}"
     ]

@@ -103,11 +103,11 @@ class RecordedStep:
         )
 
     def num_started(self, time_s: float) -> int:
-        """Return how many backward sections had started by `time_s`."""
+        """The number of backward sections that had started by `time_s`."""
         return sum(s.kind == "backward" and s.start_s <= time_s for s in self.sections)
 
     def summary(self) -> str:
-        """The times in a sentence."""
+        """One line with the times of backward, of waiting and of communication."""
         text = f"backward {format_ms(self.backward_s)} ms"
         if self.exposed_s is not None:
             text += (
@@ -176,7 +176,7 @@ def describe_steps(num_measured: int, num_recorded: int) -> str:
 
 
 def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
-    """Of the same section's runs in several steps."""
+    """One section with the median times of its runs in several steps."""
     return dataclasses.replace(
         runs[0],
         start_s=statistics.median(run.start_s for run in runs),
@@ -185,7 +185,7 @@ def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
 
 
 def _median_bucket(times: Sequence[BucketTimes]) -> BucketTimes:
-    """Of the same bucket in several steps; the finish of those in which it is known."""
+    """One bucket with the median of its times in several steps; unknown finishes are left out."""
     finished = [each.finished_s for each in times if each.finished_s is not None]
     return dataclasses.replace(
         times[0],

@@ -133,10 +133,14 @@ class _Problem(NamedTuple):
         return torch.cat([before[:1], torch.minimum(before[1:], finish)])
 
     def trace_back(self, layers: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The buckets that lead to the end of the last layer."""
+        """The sizes of the buckets that attain F(k, n), given the layers F(0, .) to F(k, .).
+
+        At most k, since a layer takes over what fewer buckets attain.
+        """
         sizes: list[int] = []
         stop = len(self.ready)
         for before in reversed(layers[:-1]):
+            # What follows the start of the bucket is the same for each j, and is left out.
             starts = torch.maximum(before[:stop], self.ready[stop - 1]) - self.sent[:stop]
             start = int(starts.argmin())
             sizes.append(stop - start)

@@ -123,7 +123,7 @@ class _Accumulation(Subscriber):
     def __init__(self, ddp: DistributedDataParallel) -> None:
         # None is unknown: of the last forward we know only that it was not an ordinary one.
         self._is_on: bool | None = None
-        self._num_reductions: int | None = None
+        self._num_used_map_resets: int | None = None
         with contextlib.suppress(TorchDriftError):  # then it stays unknown
             if _torch.last_forward_synced(ddp):
                 self._is_on = False
@@ -139,12 +139,12 @@ class _Accumulation(Subscriber):
         if is_on and not self._is_on:
             # If this torch lacks the name, steps go on, and `rebucket`, which asks again, raises.
             with contextlib.suppress(TorchDriftError):
-                self._num_reductions = _torch.num_reductions(ddp)
+                self._num_used_map_resets = _torch.num_used_map_resets(ddp)
         self._is_on = is_on
 
     def forget_notes(self) -> None:
         """Forget the notes of a Reducer that is gone: a new one counts from the beginning."""
-        self._num_reductions = None
+        self._num_used_map_resets = None
 
     def is_on(self, ddp: DistributedDataParallel) -> bool | None:
         """Whether gradients accumulate, None if that is not known."""
@@ -152,8 +152,8 @@ class _Accumulation(Subscriber):
 
     def _has_notes(self, ddp: DistributedDataParallel) -> bool:
         """Whether DDP has reduced nothing since the first forward under no_sync."""
-        noted = self._num_reductions
-        return noted is not None and noted == _torch.num_reductions(ddp)
+        resets_before = self._num_used_map_resets
+        return resets_before is not None and resets_before == _torch.num_used_map_resets(ddp)
 
 
 def _is_accumulating(ddp: DistributedDataParallel) -> bool:

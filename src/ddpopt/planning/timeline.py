@@ -101,6 +101,7 @@ def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) 
         between_s=profile.between_s,
         alone_s=alone_s,
         communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in backward.buckets),
+        # No buckets can be faster: not than the computation, nor than one allreduce of everything.
         bound_s=max(alone_s, cost.seconds(profile.num_bytes)),
         buckets=backward.buckets,
     )

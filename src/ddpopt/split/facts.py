@@ -14,8 +14,8 @@ values that do share memory. `reads` looks through repeats.
 
 [Note: order, as a hook sees it]
 A hook runs where a gradient is released, and may read and write all that the program can reach:
-parameters, buffers, inputs. In eager it finds there what the backward did before, and the backward
-has read what it reads before. So whatever stands before a gradient's release in the graph runs
+parameters, buffers, inputs. In eager the backward has made all earlier writes by then, and all
+earlier reads have happened. So whatever stands before a gradient's release in the graph runs
 before it here as well: effects, and reads of the memory of arguments. Only pure computation on the
 graph's own values may move behind a release. What stands behind a release may run before it: so it
 does in the unsplit compile, which runs the whole graph before all releases.
@@ -476,14 +476,16 @@ def _release_places(
 ) -> dict[int, int]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
-    The calls of a node stand together and have its number. Calls in traced `autograd.Function`s all
-    have the same number, one above those of all nodes, and two Functions may stand together. So a
-    gradient with that number is released behind the last effect that needs it, such as a write of
-    its size to a buffer; other calls behind it do not matter.
+    So that a hook sees all that the node did; see [Note: order, as a hook sees it].
+
+    The calls of a node are consecutive and have its number. Calls in traced `autograd.Function`s
+    all have the same number, one above those of all nodes, so consecutive calls with it may belong
+    to several Functions. A gradient with that number is released behind the last effect among them
+    that depends on it, such as a write of its size to a buffer.
     """
     numbers = [_torch.autograd_number(node) for node in calls]
-    number_of_functions = max((number for number in numbers if number is not None), default=None)
-    # The last call behind each one that has its number, without another in between.
+    functions_number = max((number for number in numbers if number is not None), default=None)
+    # For each call: the last of the consecutive calls with its number.
     run_ends = list(range(len(calls)))
     for call in reversed(range(len(calls) - 1)):
         if numbers[call] is not None and numbers[call] == numbers[call + 1]:
@@ -496,14 +498,15 @@ def _release_places(
             continue
         last = max(made_by)
         end = run_ends[last]
-        if numbers[last] != number_of_functions:
+        if numbers[last] != functions_number:
             places[argument] = end
             continue
         places[argument] = last
-        noted = [call for call in effects if last < pinned_places[call] <= end]
-        if noted:
+        effects_in_run = [call for call in effects if last < pinned_places[call] <= end]
+        if effects_in_run:
             needing = _descendants(reads, last)
-            places[argument] = max([last, *(pinned_places[c] for c in noted if c in needing)])
+            dependent = [pinned_places[call] for call in effects_in_run if call in needing]
+            places[argument] = max([last, *dependent])
     return places
 
 

@@ -7,12 +7,13 @@
     linear(relu, w1)    <- boundary           submod_1(_, w1)    linear
         |                                         |
 
-`torch.fx.passes.split_module` does the partitioning. What is done beside that: each section returns
-a tuple, as AOTAutograd needs it; Dynamo's metadata goes to the sections that it belongs to; and
-what sections write to, or get no gradient for, is passed on as a copy, or detached.
+`torch.fx.passes.split_module` does the partitioning. Beside that, each section is made to return a
+tuple, as AOTAutograd needs it, and gets Dynamo's metadata of its nodes. A value that a later
+section writes to is cloned for it, and a value to which later sections pass back no gradient is
+detached.
 
-Dynamo keeps using its graph. So everything is done to a copy, see `copy_for_cutting`, with which
-the cut of a backward begins as well.
+Dynamo keeps using its graph, so all of this is done to a copy, see `copy_for_cutting`. The cut of a
+backward begins with such a copy as well.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
 def _inline_constant(node: fx.Node) -> None:
     """Replace a symbolic integer that tracing has since found to be constant by its value.
 
-    AOTAutograd would have to return it from its section as a plain int, which it cannot do.
+    Otherwise the section that computes it would have to return a plain int, which AOTAutograd
+    cannot do. A section takes placeholders as its inputs, and returns none of them.
     """
     constant = _torch.constant_of(_torch.dynamo_value(node))
     if node.op == "placeholder" or constant is None:
@@ -260,9 +262,9 @@ class _CompilingSections(fx.Interpreter):
             outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs
-        # The compiled section's first call told nothing: run its graph. Hooks around the compile,
-        # such as a checkpoint's, must not see what a fake run saves; autograd calls only the
-        # innermost.
+        # The compiled section's first call returned no fake outputs, so its graph is run. Hooks
+        # around the compile, such as a checkpoint's, must not see what a fake run saves; autograd
+        # calls only the innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
         with self._fake_mode, unseen:
             return section(*args)

@@ -240,16 +240,17 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
 
 
 def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
-    """Yield spans over which two or more values share memory that is written to later.
+    """Yield the boundaries at which two or more values share memory that is written to later.
 
-    Passed to another section they would have to stay shared. A single value can be passed; see
+    They are spans (first, last) with both ends included, empty if first > last. Passed to another
+    section such values would have to stay shared. A single value can be passed; see
     `find_overwritten`.
     """
     for memory in written:
-        reached = -1
+        earlier_last_use = -1  # of the values that were made before
         for _, made, last in sorted(memory.values, key=lambda value: value[1]):
-            yield max(made + 1, 0), min(last, reached, memory.writes[-1])
-            reached = max(reached, last)
+            yield max(made + 1, 0), min(last, earlier_last_use, memory.writes[-1])
+            earlier_last_use = max(earlier_last_use, last)
 
 
 def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, fx.Node]]:

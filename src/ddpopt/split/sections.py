@@ -100,22 +100,24 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
 
 
 def _drop_empty_sections(bounds: Collection[int], facts: ForwardFacts) -> list[int]:
-    """Drop boundaries before which a section would pass nothing on, or complete no parameter.
+    """Drop boundaries before which a section would pass nothing on, or use no parameter first.
 
-    split_module drops a section without outputs, and one without gradients releases nothing.
+    split_module drops a section without outputs. The backward of a section in which no parameter is
+    used first would complete no gradient.
     """
 
-    def hands_on(start: int, stop: int) -> bool:
+    def passes_on(start: int, stop: int) -> bool:
         return any(last >= stop for last in facts.last_effect[start:stop])
 
     kept: list[int] = []
     start = 0
     for bound in sorted(bounds):
         completes = any(start <= use < bound for use in facts.first_use.values())
-        if completes and hands_on(start, bound):
+        if completes and passes_on(start, bound):
             kept.append(bound)
             start = bound
-    while kept and not hands_on(kept[-1], facts.num_calls):
+    # The last section has to pass something on too, to the output.
+    while kept and not passes_on(kept[-1], facts.num_calls):
         kept.pop()
     return kept
 

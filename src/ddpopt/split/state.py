@@ -1,7 +1,7 @@
 """What is known about each DDP module: the cuts of its graphs, and the Reducer's buckets.
 
-The compiler, the runner and the modules that change buckets write it. What
-other rooms keep of a module is in slots of their own, see `_slots.py`.
+The compiler, the runner and the modules that change buckets write it. What other packages know
+about a module is kept in `_slots.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ANY_BUCKETS = "any buckets"
 
 
 class DDPState:
-    """What is known about one DDP module, in two parts.
+    """What is known about one DDP module.
 
-    The first outlives `torch._dynamo.reset()`, which one rank may call alone; the second is what
-    `forget` clears then, as it goes with the compiled code.
+    Most of it depends on compiled code. `forget` clears that part when `torch._dynamo.reset()`
+    drops the code; what is set in the constructor stays, since one rank may call `reset` alone.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -40,7 +40,7 @@ class DDPState:
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing yet, as at first, of the second part."""
+        """Reset everything that depends on compiled code."""
         # By the name of a graph: its cut, its text, and its runner, which Dynamo owns.
         self._cuts: dict[str, Cut] = {}
         self.texts: dict[str, GraphText] = {}
@@ -50,7 +50,7 @@ class DDPState:
         # The Reducer's final buckets as it reported them, empty if it could not.
         self.reported_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
-        self._num_questions = 0
+        self._num_bucket_queries = 0
         self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
         # The runners of graphs whose cuts need not be compared with the buckets until these change.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -60,7 +60,7 @@ class DDPState:
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
         self.is_recut = False  # the graphs of another module, which were cut for other buckets
-        self._are_planned = False  # the buckets that the Reducer was given, by a plan
+        self._has_planned_buckets = False  # whether a plan's buckets were given to the Reducer
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -74,7 +74,7 @@ class DDPState:
     def keep(self, cut: Cut, text: GraphText, runner: object = None) -> None:
         """Note that `cut` is in force, in place of an earlier one for the same graph.
 
-        `runner` is what runs the graph, None if that is not told of its calls.
+        `runner` is what runs the graph, None if nothing notices that it runs.
         """
         self.texts[cut.graph] = text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
@@ -161,7 +161,8 @@ class DDPState:
     @property
     def buckets(self) -> Buckets | None:
         """The Reducer's buckets: as it reported them, or as they were given to it."""
-        buckets, ddp = self.reported_buckets or self._given_buckets, self._module()
+        ddp = self._module()
+        buckets = self.reported_buckets or self._given_buckets
         was_asked = self.reported_buckets is not None
         if buckets is None and not was_asked and not _torch.will_rebuild_buckets(ddp):
             # They are final from the start, or since steps that ran no code of ours.
@@ -171,7 +172,7 @@ class DDPState:
     @property
     def has_planned_buckets(self) -> bool:
         """Whether a plan's buckets are in force or about to be."""
-        return self._are_planned or self.expected_buckets is not None
+        return self._has_planned_buckets or self.expected_buckets is not None
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
@@ -179,15 +180,15 @@ class DDPState:
         Raises:
             TorchDriftError: this release does not report them, now or later.
         """
-        self._num_questions += 1
+        self._num_bucket_queries += 1
         self.reported_buckets = ()
         self.reported_buckets = _torch.final_buckets(self._module())
-        return self._num_questions
+        return self._num_bucket_queries
 
     def give_buckets(self, buckets: Buckets, *, are_planned: bool) -> None:
         """Note that the Reducer was given these buckets, and will form them again."""
-        self._given_buckets, self._are_planned = buckets, are_planned
-        self.reported_buckets, self._num_questions = None, 0
+        self._given_buckets, self._has_planned_buckets = buckets, are_planned
+        self.reported_buckets, self._num_bucket_queries = None, 0
         for graph, cut in self._cuts.items():
             self._cuts[graph] = self._with_given_buckets(cut)
         self.compared.clear()
@@ -240,13 +241,13 @@ class DDPState:
         self.is_provisional = original.is_provisional
 
     def _let_go(self, _dead: object) -> None:
-        """Drop what is known of a module that is gone: compiled code may hold this longer."""
+        """Clear the state of a module that was freed: compiled code may keep the state longer."""
         self.forget()
         self._ddp = lambda: None  # the reference to the module holds this by its callback
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
-        assert ddp is not None, "a state is asked by those who hold its module"
+        assert ddp is not None, "this state is used after its module was freed"
         return ddp
 
 
@@ -305,7 +306,7 @@ def note_drift() -> None:
 
 
 def forget_all() -> None:
-    """Forget what goes with compiled code, as `torch._dynamo.reset()` forgets that."""
+    """Reset all that depends on compiled code, which `torch._dynamo.reset()` drops."""
     global has_drifted  # noqa: PLW0603  # see note_drift
     for state in list(_states.values()):
         state.forget()
