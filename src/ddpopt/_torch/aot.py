@@ -136,8 +136,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         tag = _cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
-            # Bundling turns Inductor's own cache off; it is on for this graph. The tag is without the
-            # key of the cut, since the code of a graph does not depend on where others are cut.
+            # Bundling turns Inductor's own cache off; it is on for this graph. The tag is without
+            # the cut's key, since the code of a graph does not depend on where others are cut.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
             with _tagging_cache(tag), not_bundled:
                 return compile_fx_inner(graph, values, **options)
