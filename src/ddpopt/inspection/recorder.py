@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from ddpopt import _torch
 from ddpopt._slots import Slot
-from ddpopt._text import format_bytes
+from ddpopt._text import count, format_bytes
 from ddpopt._torch import Forward
 from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
 from ddpopt.planning.timeline import BucketTimes
@@ -301,8 +301,8 @@ class _Reader:
             sizes = [sum(self._num_elements[index] for index in bucket) for bucket in self._buckets]
             return in_order_of_launch(started, sizes)
         self.notes.append(
-            f"finish: the profiler saw {len(started)} allreduces in a backward of "
-            f"{len(self._buckets)} buckets, so it is not known which is which (a comm hook or a "
-            "layer communicates too)"
+            f"finish: the profiler saw {count(len(started), 'allreduce')} in a backward of "
+            f"{count(len(self._buckets), 'bucket')}, so it is not known which is which (a comm "
+            "hook or a layer communicates too)"
         )
         return []

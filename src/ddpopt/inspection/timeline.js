@@ -35,13 +35,14 @@ function panelOf(kind) {
   const steps = summary?.num_steps;
   const times = { backward: summary?.backward_s, communication: summary?.communication_s, exposed };
   const known = Object.entries(times).filter(([, time]) => isGiven(time));
+  const measured = steps ? (steps === 1 ? "one step" : `median of ${steps} steps`) : "";
+  const notes = known.map(([name, time]) => `${name} ${duration(time)}`);
   return {
     kind,
     title: capital(kind),
-    note: join([
-      steps ? (steps === 1 ? "one step" : `median of ${steps} steps`) : "",
-      ...known.map(([name, time]) => `${name} ${duration(time)}`),
-    ]),
+    note: join([measured, ...notes]),
+    // What to show of it instead where there is less room, as on a phone.
+    shorterNotes: [join(notes), join([notes[0], notes[2]]), notes[0] ?? ""],
     work: workOf(summary, exposed ? finished - exposed : summary?.backward_s),
     rows: pack(reduced.map((bucket) => ({ bucket, times: bucket[kind] }))),
     end: summary ? Math.max(summary.backward_s, finished) : null,
@@ -139,12 +140,13 @@ function drawPanel(panel, x, top, far) {
   marks.sort((a, b) => a.dataset.bucket - b.dataset.bucket);
   const size = { x: TIME.left, width: far - TIME.left };
   const right = panel.end === null ? 0 : x(panel.end);
+  const note = [panel.note, ...panel.shorterNotes].find((text) => text.length * 6.8 < size.width);
   const node = make(
     "g.panel",
     make("rect.lane", { ...size, y: compute, height: TIME.compute }),
     make("rect.lane", { ...size, y: lane, height }),
     make("text.panel-title", { x: 0, y: top + 19 }, panel.title),
-    make("text.label", { x: TIME.left, y: top + 19 }, panel.note),
+    make("text.label", { x: TIME.left, y: top + 19 }, note ?? ""),
     make("text.label", { x: 0, y: compute + 17 }, "computation"),
     make("text.label", { x: 0, y: lane + 15 }, "communication"),
     drawExposed(panel, x, compute, bottom),
