@@ -135,6 +135,8 @@ def _compiler(inner: str) -> Any:
 
 
 _cut, _tuned = compile_split("backward"), compile_split("backward", buckets="auto")
+_with_views = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
+_lazily = functools.partial(_with_views, lazy_bucket_allocation=True)  # from torch 2.15 on
 _zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, fused=True)
 _fsdp2 = _by_layer(fully_shard, reshard_after_forward=False)
 _replicated = _by_layer(replicate)
@@ -153,6 +155,8 @@ _ALL = (
     Peer("forward", "ddpopt, cut in forward", compile_split("forward")),
     Peer("backward", "ddpopt, cut in backward", _cut),
     Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True),
+    Peer("views", "ddpopt, tuned, bucket views", _tuned, _with_views, is_tuned=True),
+    Peer("lazy", "ddpopt, tuned, lazy buckets", _tuned, _lazily, is_tuned=True),
     Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
     Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fsdp2, has_buckets=False),
     Peer("replicate", "FSDP2's replicate", _compile_layers, _replicated, has_buckets=False),

@@ -72,8 +72,9 @@ def compile_scheduled(module: nn.Module, inner: str, options: dict[str, Any]) ->
         gflops, gbytes = options.pop("gflops", 50.0), options.pop("gbytes", 10.0)
         rates = importlib.import_module("torch.utils._runtime_estimation")
         # There two operations are one, and a kernel reaches three quarters of the data sheet.
-        vars(rates)["get_device_tflops"] = lambda _dtype: gflops / 1e3 / 1.5
+        vars(rates)["get_device_tflops"] = lambda *_args, **_kwargs: gflops / 1e3 / 1.5
         vars(rates)["get_gpu_dram_gbps"] = lambda: gbytes
+        vars(rates)["get_device_dram_gbps"] = lambda *_args, **_kwargs: gbytes  # since torch 2.15
         scheduling = {
             "enable_overlap_scheduling": True,
             "collective_bucketing": True,
