@@ -18,12 +18,7 @@ import ddpopt
 from ddpopt import _torch
 from ddpopt.checks.verify import verify
 from ddpopt.split import state
-from tests.support.models import (
-    MLP,
-    batches,
-    state_of,
-    twins,
-)
+from tests.support.models import MLP, batches, state_of, twins
 from tests.support.ranks import Ranks
 from tests.support.wrong import scale_a_gradient
 

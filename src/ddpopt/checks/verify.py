@@ -174,6 +174,7 @@ def _draws_otherwise(model: torch.nn.Module, draws_numbers: bool) -> bool:
             "in the model, to compile it with eager's; compile a module instead of a function, or "
             "verify the model in eval mode"
         )
+    # Read in any case, so that a torch release that moved the options is noticed at once.
     inner_compilers = set()
     for part in _torch.compiled_parts(model):
         options = _torch.compile_options(part).get("options") or {}

@@ -140,7 +140,7 @@ function drawPanel(panel, x, top, far) {
   marks.sort((a, b) => a.dataset.bucket - b.dataset.bucket);
   const size = { x: TIME.left, width: far - TIME.left };
   const right = panel.end === null ? 0 : x(panel.end);
-  const note = [panel.note, ...panel.shorterNotes].find((text) => text.length * 6.8 < size.width);
+  const note = firstThatFits([panel.note, ...panel.shorterNotes], size.width);
   const node = make(
     "g.panel",
     make("rect.lane", { ...size, y: compute, height: TIME.compute }),
@@ -158,11 +158,15 @@ function drawPanel(panel, x, top, far) {
   return node;
 }
 
+/** The first text that is drawn within a width, at so many pixels a character; or undefined. */
+const firstThatFits = (texts, width, perCharacter = 6.8) =>
+  texts.find((text) => text.length * perCharacter + 8 < width);
+
 function drawExposed({ exposed }, x, top, bottom) {
   if (!exposed) return null;
   const [from, to] = [x(exposed.start), x(exposed.stop)];
   const time = duration(exposed.stop - exposed.start);
-  const text = [`exposed ${time}`, time].find((each) => each.length * 7.6 + 8 < to - from);
+  const text = firstThatFits([`exposed ${time}`, time], to - from, 7.6);
   return make(
     "g.mark.still",
     make("title", `Exposed communication\n${time} in which nothing is computed`),
@@ -174,7 +178,7 @@ function drawExposed({ exposed }, x, top, bottom) {
 function drawWork({ start, stop, entry, labels, tip }, i, x, top) {
   const from = x(start);
   const width = Math.max(1, x(stop) - from);
-  const label = labels.find((text) => text.length * 6.8 + 8 < width);
+  const label = firstThatFits(labels, width);
   const place = { x: from, width };
   return make(
     entry ? "g.mark" : "g.mark.still",

@@ -125,8 +125,8 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
             clone = gm.graph.call_method("clone", (value,))
         section_of[clone] = section_of[first_call]
         _use_instead(clone, value, section_of, first=section_of[first_call])
-    # Each stands at the end of the section that makes the value, and so before the clones of the
-    # next section: split_module wants each section's calls together.
+    # A detach stands at the end of the section that makes its value, and so before the clones of
+    # the next section: split_module wants each section's calls together.
     last_of = {section.index: calls[section.stop - 1] for section in sections}
     for value in _find_to_detach(gm.graph, section_of):
         made_in = section_of[value]

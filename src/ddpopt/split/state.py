@@ -60,7 +60,7 @@ class DDPState:
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
         self.is_recut = False  # the graphs of another module, which were cut for other buckets
-        self._has_planned_buckets = False  # whether a plan's buckets were given to the Reducer
+        self._are_given_by_plan = False  # whether `_given_buckets` are a plan's
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -172,7 +172,7 @@ class DDPState:
     @property
     def has_planned_buckets(self) -> bool:
         """Whether a plan's buckets are in force or about to be."""
-        return self._has_planned_buckets or self.expected_buckets is not None
+        return self._are_given_by_plan or self.expected_buckets is not None
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
@@ -187,7 +187,7 @@ class DDPState:
 
     def give_buckets(self, buckets: Buckets, *, are_planned: bool) -> None:
         """Note that the Reducer was given these buckets, and will form them again."""
-        self._given_buckets, self._has_planned_buckets = buckets, are_planned
+        self._given_buckets, self._are_given_by_plan = buckets, are_planned
         self.reported_buckets, self._num_bucket_queries = None, 0
         for graph, cut in self._cuts.items():
             self._cuts[graph] = self._with_given_buckets(cut)
