@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import ddpopt.backend
 from tests.support.device import ONE_RANK_BACKEND, compute_exactly
-from tests.support.haste import hurry
-from tests.support.ranks import OwnRanks, Ranks
+from tests.support.ranks import MakeRanks, Ranks
 from tests.support.sets import ALL, NIGHTLY, QUICK, REST, SYSTEM, set_of
+from tests.support.speed import speed_up_compiles
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hurry()
+    speed_up_compiles()
     compute_exactly()
     # On a hit AOTAutograd's cache returns a backward that may overwrite what it saved, whatever
     # `retain_graph` says (torch 2.13); so no test may find what another session compiled.
@@ -91,8 +91,8 @@ def eight_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def own_ranks() -> Iterator[OwnRanks]:
-    """Makes ranks for one test: it may kill them, or leave them in any state."""
+def make_ranks() -> Iterator[MakeRanks]:
+    """A function that starts ranks for one test, which may kill them or leave them in any state."""
     made: list[Ranks] = []
 
     def make(num_ranks: int = 2) -> Ranks:

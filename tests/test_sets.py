@@ -21,7 +21,7 @@ def _item(place: str, test: str, *fixtures: str, marks: tuple[str, ...] = ()) ->
     )
 
 
-@pytest.mark.parametrize("fixture", ["four_ranks", "eight_ranks", "own_ranks"])
+@pytest.mark.parametrize("fixture", ["four_ranks", "eight_ranks", "make_ranks"])
 def test_no_test_of_many_ranks_or_of_its_own_is_quick(fixture: str) -> None:
     """Wherever it is; the next one of its file takes its place."""
     small = _item("system/test_x.py", "test_small")

@@ -13,7 +13,7 @@ from ddpopt.algorithms import (
     Decentralized,
 )
 from ddpopt.errors import OptionError
-from tests.support.attached import attached_mlp, flat_weights
+from tests.support.algorithms import attached_mlp, flat_weights
 from tests.support.models import WIDTH
 from tests.support.ranks import Ranks
 

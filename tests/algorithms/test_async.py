@@ -32,7 +32,7 @@ from ddpopt.algorithms.async_ import FairLock
 from ddpopt.errors import OptionError, PeerError
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.support.ranks import MakeRanks, Ranks, error_of
 
 HARD_TIMEOUT_S = 300  # of each collective, and of each wait
 OFTEN = AsyncModelAverage(sync_interval_ms=2)
@@ -686,10 +686,10 @@ def _failures(call: Callable[[], object]) -> list[str]:
 
 
 def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout(
-    own_ranks: OwnRanks,
+    make_ranks: MakeRanks,
 ) -> None:
     """In the next forward, and in all that stops the rounds; the thread has ended."""
-    answers = own_ranks(3).run_survivors([0, 1], _lose_a_rank)
+    answers = make_ranks(3).run_survivors([0, 1], _lose_a_rank)
     for said, seconds, threads in answers.values():
         assert len(said) == 6
         for text in said[:5]:
@@ -722,8 +722,8 @@ def _leave_alone(rank: int, how: str) -> tuple[list[str], bool, list[str]]:
 
 
 @pytest.mark.parametrize("how", ["abort", "drop"])
-def test_a_rank_that_is_left_alone_is_told_so(how: str, own_ranks: OwnRanks) -> None:
-    answers = own_ranks().run(_leave_alone, how)
+def test_a_rank_that_is_left_alone_is_told_so(how: str, make_ranks: MakeRanks) -> None:
+    answers = make_ranks().run(_leave_alone, how)
     first, second = (said for said, _, _ in answers)
     if how == "abort":
         assert "did not stop averaging within the process group's timeout of 5 s" in first[0]

@@ -30,7 +30,7 @@ from ddpopt.algorithms import (
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError
 from ddpopt.inspection.metrics import source_of
-from tests.support.attached import FLAT, attached_mlp, flat_weights
+from tests.support.algorithms import FLAT, attached_mlp, flat_weights
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks, error_of
 

@@ -17,9 +17,10 @@ from ddpopt.algorithms import Decentralized, LowPrecisionDecentralized, attach, 
 from ddpopt.algorithms.bytegrad import EPSILON, compress, decompress
 from ddpopt.algorithms.decentralized import rotating_peer
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
+from tests.support.algorithms import lose_rank_1
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks, lose_rank_1
+from tests.support.ranks import MakeRanks, Ranks
 
 LR = 0.1
 
@@ -892,8 +893,8 @@ def _die(rank: int) -> str:
     return lose_rank_1(rank, handle, lambda: _step(ddp, optimizer, torch.ones(2, WIDTH)))
 
 
-def test_a_killed_rank_fails_the_others(own_ranks: OwnRanks) -> None:
-    said = own_ranks(3).run_survivors({0, 2}, _die)
+def test_a_killed_rank_fails_the_others(make_ranks: MakeRanks) -> None:
+    said = make_ranks(3).run_survivors({0, 2}, _die)
     for rank in (0, 2):
         assert re.match(r"exchanging compressed weights in step [23] failed: ", said[rank])
         assert "another rank has ended" in said[rank]

@@ -36,9 +36,9 @@ from ddpopt.algorithms import (
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, PeerError
 from ddpopt.planning import tuner
-from tests.support.attached import ALGORITHMS, FLAT, attached_mlp, flat_weights
+from tests.support.algorithms import ALGORITHMS, FLAT, attached_mlp, flat_weights
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.support.ranks import MakeRanks, Ranks, error_of
 from tests.system.documents import blocks
 
 # ---- what a step is ---------------------------------------------------------------------------
@@ -267,9 +267,9 @@ def _end_backwards(rank: int, is_static: bool, is_recomputed: bool) -> None:
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 def test_a_backward_ends_once_when_all_gradients_are_final(
-    own_ranks: OwnRanks, is_static: bool, is_recomputed: bool
+    make_ranks: MakeRanks, is_static: bool, is_recomputed: bool
 ) -> None:
-    own_ranks().run(_end_backwards, is_static, is_recomputed)
+    make_ranks().run(_end_backwards, is_static, is_recomputed)
 
 
 # ---- attach and detach ------------------------------------------------------------------------
@@ -564,10 +564,10 @@ def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
 
 @pytest.mark.parametrize("selection", ["all", "shift_one"])
 def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
-    selection: str, own_ranks: OwnRanks
+    selection: str, make_ranks: MakeRanks
 ) -> None:
     algorithm = Decentralized(peer_selection=selection, hierarchical=False)
-    message, seconds = own_ranks().run_survivors([0], _lose_a_rank, algorithm)[0]
+    message, seconds = make_ranks().run_survivors([0], _lose_a_rank, algorithm)[0]
     assert message.startswith("PeerError: averaging weights in step 3 failed: another rank has ")
     assert seconds < 60
 

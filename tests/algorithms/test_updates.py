@@ -20,7 +20,7 @@ from ddpopt.algorithms import (
     attach,
 )
 from ddpopt.errors import OptionError
-from tests.support.attached import ALGORITHMS, FLAT, attached_mlp
+from tests.support.algorithms import ALGORITHMS, FLAT, attached_mlp
 from tests.support.models import MLP, WIDTH
 from tests.support.ranks import Ranks, error_of
 

@@ -35,7 +35,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import Ranks
 from tests.support.releases import needs_delayed_parameters
-from tests.support.wrong import scale_a_gradient
+from tests.support.wrong_compiler import scale_a_gradient
 
 CAP_MB = 0.03
 

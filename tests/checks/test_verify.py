@@ -20,7 +20,7 @@ from ddpopt.checks.verify import verify
 from ddpopt.split import state
 from tests.support.models import MLP, batches, state_of, twins
 from tests.support.ranks import Ranks
-from tests.support.wrong import scale_a_gradient
+from tests.support.wrong_compiler import scale_a_gradient
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03

@@ -26,7 +26,7 @@ from ddpopt.checks.warmup import warmup
 from ddpopt.planning import tuner
 from ddpopt.ranks import store
 from ddpopt.split import state
-from tests.support.hanging import hanging_store
+from tests.support.hanging_store import hanging_store
 from tests.support.models import (
     MLP,
     WAYS,
@@ -37,7 +37,7 @@ from tests.support.models import (
     train,
     twins,
 )
-from tests.support.ranks import OwnRanks, Ranks
+from tests.support.ranks import MakeRanks, Ranks
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -232,10 +232,10 @@ def _vanish(rank: int, how: str) -> str:
     ("how", "last_report"), [("compiling", "forward"), ("absent", "absent")], ids=lambda text: text
 )
 def test_a_rank_that_ends_is_noticed_by_its_silence(
-    how: str, last_report: str, own_ranks: OwnRanks
+    how: str, last_report: str, make_ranks: MakeRanks
 ) -> None:
     """While it compiles or before it came: the others raise within the limit that was given."""
-    workers = own_ranks()
+    workers = make_ranks()
     try:
         results = workers.run_survivors([0], _vanish, how)
     finally:

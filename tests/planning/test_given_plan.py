@@ -18,7 +18,7 @@ import ddpopt
 from ddpopt import BucketPlan
 from ddpopt.errors import Reason
 from ddpopt.planning import AllreduceCost, Gradient, Profile
-from tests.support.fake_ddp import real_buckets
+from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
 

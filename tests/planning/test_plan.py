@@ -25,7 +25,7 @@ from ddpopt import BucketPlan
 from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, estimate
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
-from tests.support.fake_ddp import assigned_by_torch, real_buckets
+from tests.support.buckets import assigned_by_torch, real_buckets
 from tests.support.models import MLP, train
 
 MIB = 1024 * 1024

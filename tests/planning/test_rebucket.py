@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import BucketPlan, _torch
 from ddpopt.planning import AllreduceCost, Gradient, Profile
-from tests.support.fake_ddp import real_buckets
+from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks, error_of
 

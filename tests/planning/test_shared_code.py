@@ -25,7 +25,7 @@ from ddpopt.planning.decision import Decision
 from ddpopt.split import state
 from ddpopt.steps.forwards import find_subscriber
 from tests.planning.test_rebucket import COST, SIZES, _plan_for
-from tests.support.fake_ddp import real_buckets
+from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, state_of, train
 from tests.support.ranks import Ranks
 

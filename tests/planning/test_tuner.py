@@ -30,7 +30,7 @@ from ddpopt.ranks import store
 from ddpopt.split import compiler
 from ddpopt.split import state as records
 from ddpopt.steps import clock as clocks
-from tests.support.fake_ddp import real_buckets
+from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
 

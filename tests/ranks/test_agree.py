@@ -26,7 +26,7 @@ from ddpopt.errors import DisagreementError, PeerError
 from ddpopt.ranks.agree import Fact, communicating, find_difference, require_equal
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.ranks import OwnRanks, Ranks, error_of
+from tests.support.ranks import MakeRanks, Ranks, error_of
 from tests.support.releases import needs_our_code_in_caches
 
 CAP_MB = 0.03
@@ -135,9 +135,9 @@ def _compile_slowly(rank: int) -> str:
     return error_of(lambda: train(ddp, batches(rank, [(8, 64)] * 2), model))
 
 
-def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(own_ranks: OwnRanks) -> None:
+def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(make_ranks: MakeRanks) -> None:
     """All ranks end with an error of torch's; checks/test_warmup.py has a warmup."""
-    workers = own_ranks()
+    workers = make_ranks()
     try:
         errors = workers.run(_compile_slowly)
     finally:

@@ -28,7 +28,7 @@ from ddpopt.ranks.store import (
     name_ranks,
     next_key,
 )
-from tests.support.hanging import LIMIT_S, hanging_store
+from tests.support.hanging_store import LIMIT_S, hanging_store
 
 
 def _group() -> dist.ProcessGroup:

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from tests.support.fake_ddp import assigned_by_torch, cut_of, real_buckets
+from tests.support.buckets import assigned_by_torch, real_buckets
+from tests.support.fake_ddp import cut_of
 from tests.support.models import MLP
 
 WIDE = 512  # a layer of this width holds 1.002 MiB

@@ -22,8 +22,8 @@ import ddpopt
 from ddpopt.errors import Reason
 from ddpopt.split import compiler
 from ddpopt.split.sections import BackwardSections, choose_backward_sections
+from tests.support.backward_functions import NotesOwnSizeOfWeight, NotesSize
 from tests.support.models import assert_equal_states, twins
-from tests.support.noting import NotesOwnSizeOfWeight, NotesSize
 
 SIZE = 16
 CAP = {"bucket_cap_mb": 0.0005, "broadcast_buffers": False}  # each layer has a bucket of its own

@@ -70,24 +70,3 @@ def cut_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Cut:
     torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(*inputs)
     (cut,) = ddpopt.explain(ddp).cuts
     return cut
-
-
-def real_buckets(ddp: DistributedDataParallel) -> list[list[int]]:
-    """Return the buckets that a real DDP module uses now, by parameter index."""
-    index_of = {parameter: i for i, parameter in enumerate(_reduced(ddp))}
-    return [
-        [index_of[parameter] for parameter in bucket.parameters()]
-        for bucket in ddp.reducer._get_zeros_like_grad_buckets()
-    ]
-
-
-def _reduced(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    return ddp._build_params_for_reducer()[0]
-
-
-def assigned_by_torch(
-    parameters: list[torch.Tensor], caps: list[int], order: list[int]
-) -> list[list[int]]:
-    """Return the buckets that torch's own function forms in an arrival order."""
-    tensors = [parameters[index] for index in order]
-    return dist._compute_bucket_assignment_by_size(tensors, caps, [], order)[0]

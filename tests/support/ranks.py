@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -21,10 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddpopt.algorithms import Handle
-from ddpopt.errors import PeerError
 from tests.support.device import compute_exactly
-from tests.support.haste import hurry
+from tests.support.speed import speed_up_compiles
 
 TIMEOUT_S = 600  # that a machine is busy is no failure
 _PRELOADED = ["torch", "torch._dynamo", "ddpopt.backend"]
@@ -37,8 +34,8 @@ class RankError(AssertionError):
 class Ranks:
     """Runs `function(rank, *args)` on every rank and returns the results in rank order.
 
-    Ranks that are forked start in no time, from one process that has imported torch; but their
-    sets of strings have the same order, which those of real ranks have not.
+    Forked ranks start in no time, since their parent has imported torch. They share its hash seed,
+    so sets of strings have one order on all of them; spawned ranks have several, as real ones do.
     """
 
     def __init__(self, num_ranks: int = 2, *, is_forked: bool = False) -> None:
@@ -110,30 +107,17 @@ class Ranks:
             self._pipes.append(ours)
 
 
-class OwnRanks(Protocol):
-    """What the fixture `own_ranks` is."""
+class MakeRanks(Protocol):
+    """The type of the fixture `make_ranks`."""
 
     def __call__(self, num_ranks: int = 2) -> Ranks: ...
-
-
-def lose_rank_1(rank: int, handle: Handle, step: Callable[[], object]) -> str:
-    """Kill rank 1 before its third step, and return what that raises on the others."""
-    try:
-        for index in range(4):
-            if (rank, index) == (1, 2):  # in the second forward DDP itself communicates, once
-                os.kill(os.getpid(), signal.SIGKILL)
-            step()
-    except PeerError as error:
-        handle.detach(average=False)
-        return str(error)
-    return "nothing"
 
 
 def _work(
     rank: int, pipe: Connection, num_ranks: int, store: str, environment: dict[str, str]
 ) -> None:
     os.environ.update(environment)  # a forked rank has that of the first one's start
-    hurry()
+    speed_up_compiles()
     compute_exactly()
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks

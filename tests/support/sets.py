@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 SYSTEM = Path(__file__).parents[1] / "system"
-LARGE = {"four_ranks", "eight_ranks", "own_ranks"}  # fixtures, as these:
+# Fixtures, by what they start.
+LARGE = {"four_ranks", "eight_ranks", "make_ranks"}
 GROUPS = {"one_rank", "ranks"}
 QUICK, REST, NIGHTLY, ALL = "quick", "rest", "nightly", "all"
 
@@ -27,7 +28,7 @@ def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
     - In `tests/system`, the first test of each file.
     - Elsewhere, of a test that has a process group (`one_rank`, `ranks`), its first row.
-    - None that uses more ranks than two, or ranks of its own, which it may kill.
+    - None that uses more ranks than two, or ranks that are made for it.
     - None that is marked `slow`.
     - All others.
     """

@@ -139,7 +139,7 @@ def test_train_gpt_takes_every_algorithm_that_it_offers(ranks: Ranks) -> None:
 def _train_with_checkpoint(path: Path, place: str) -> tuple[str, dict[str, Any]]:
     """Train 24 steps, saving each eighth, with a rank killed at `place`; return the last save."""
     text = run_command(
-        f"{_TORCHRUN} --max-restarts 3 tests/support/dying_gpt.py {place} --steps 24 --layers 1 "
+        f"{_TORCHRUN} --max-restarts 3 tests/system/dying_gpt.py {place} --steps 24 --layers 1 "
         "--width 32 --heads 2 --context 32 --inner aot_eager --bucket-cap-mb 0.02 --sample 0 "
         f"--checkpoint {path} --checkpoint-every 8"
     )

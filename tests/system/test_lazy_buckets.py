@@ -17,7 +17,7 @@ import ddpopt
 from ddpopt import algorithms
 from ddpopt._torch.names import installed_release
 from ddpopt.planning import AllreduceCost
-from tests.support.attached import ALGORITHMS
+from tests.support.algorithms import ALGORITHMS
 from tests.support.models import MLP, batches
 from tests.support.ranks import Ranks
 

@@ -29,7 +29,7 @@ from ddpopt.errors import DisagreementError
 from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.split import state
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.ranks import OwnRanks, Ranks
+from tests.support.ranks import MakeRanks, Ranks
 from tests.system.lives import LIVES, Life, Refs, Trial
 
 CAP_MB = 0.03
@@ -269,10 +269,10 @@ def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["plain", "tuned"])
 def test_sixteen_ranks_train_as_eager_after_warmup_and_verify(
-    own_ranks: OwnRanks, mode: str
+    make_ranks: MakeRanks, mode: str
 ) -> None:
     """With a network given on which one bucket is better than three: all change to it."""
-    (result,) = set(own_ranks(16).run(_train_on_sixteen, mode))
+    (result,) = set(make_ranks(16).run(_train_on_sixteen, mode))
     num_sections, outcome = result
     assert num_sections > 1
     assert outcome.startswith("buckets change") == (mode == "tuned")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.support.noting import NotesOwnSizeOfWeight, NotesSize
+from tests.support.backward_functions import NotesOwnSizeOfWeight, NotesSize
 from tests.system.fuzzing.spec import Block
 
 WIDTH = 8

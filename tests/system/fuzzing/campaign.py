@@ -119,7 +119,7 @@ class Campaign:
         """Run the case of a number."""
         case = draw_case(number)
         if self._inner:
-            case = dataclasses.replace(case, inner=self._inner)
+            case = with_inner(case, self._inner)
         if self._feature and self._feature not in case.features():
             return None
         finding = self._run(case)
@@ -138,6 +138,17 @@ class Campaign:
 
         case = simplify(case, fails)
         return Failure(number=number, case=case, finding=findings[case])
+
+
+def with_inner(case: Case, inner: str) -> Case:
+    """Return a case with another inner compiler.
+
+    Inductor rounds otherwise than eager, and otherwise where a graph is cut. Most optimizers make
+    an update of any size of a gradient that is nothing but rounding (Rprop goes by its sign), and
+    then nothing can be compared any more. So Inductor's cases are trained by SGD.
+    """
+    optimizer = "SGD" if inner == "inductor" else case.optimizer
+    return dataclasses.replace(case, inner=inner, optimizer=optimizer)
 
 
 def draw_case(number: int) -> Case:

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, in which a rank is killed once: its first attempt is the only one.
+"""examples/train_gpt.py, in which a rank is killed in torchrun's first attempt, in no later one.
 
 Run by torchrun with the place (`step` or `write`) before the example's own arguments.
 """

@@ -12,7 +12,7 @@ from torch._inductor import config
 _TIMES_RARER = 20
 
 
-def hurry() -> None:
+def speed_up_compiles() -> None:
     """Have this process, and those it starts, spend no time on what no test is about; for good.
 
     Dynamo measures each graph's guards after a flush of the CPU's caches, 18 ms, for its log alone.

@@ -14,7 +14,10 @@ LIMIT_S = 300.0  # a test that waits so long has failed
 
 
 class HangingStore:
-    """As torch's, to which a connection is made for ever; for `LIMIT_S` here."""
+    """A store that never lets anybody connect: `clone` blocks until the block ends.
+
+    It gives up after `LIMIT_S`, so that a test that waits for it fails.
+    """
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
