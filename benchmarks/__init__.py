@@ -1,1 +1,1 @@
-"""Measurements of ddpopt's own cost; each file is a program that prints one table."""
+"""Programs that measure ddpopt beside other ways to train; README.md lists them."""

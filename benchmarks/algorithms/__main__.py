@@ -21,7 +21,13 @@ from benchmarks.algorithms import report
 from benchmarks.algorithms.peers import find_peer
 from benchmarks.algorithms.report import Cell, Straggler, Turn
 from benchmarks.harness.models import find_model
-from benchmarks.harness.session import Session, make_parser, names, open_session
+from benchmarks.harness.session import (
+    Session,
+    make_parser,
+    open_session,
+    parse_budgeted,
+    split_names,
+)
 
 _ALGORITHMS = (
     "eager", "ddpopt", "decentralized", "shift_one", "low_precision", "async",
@@ -43,9 +49,9 @@ _MAX_STEPS = 200
 _EXCHANGES_A_TURN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Run:
-    """What is found at one rate after the other; `num_samples` are those of a step and rank."""
+    """Measures one rate after the other; `num_samples` are those of a step and rank."""
 
     session: Session
     num_samples: int
@@ -67,7 +73,7 @@ class _Run:
 
     def measure_cell(self, rate: str) -> Cell:
         session = self.session
-        shown_rate = session.set_rate(rate)
+        session.set_rate(rate)
         num_steps, num_rounds = self._schedule(list(session.teams))
 
         def take(name: str) -> Turn:
@@ -77,13 +83,18 @@ class _Run:
         peers = {name: report.measured(turns, name, self.num_samples) for name in turns}
         shown = [f"{name} {peer.samples_per_s.median:.0f}" for name, peer in peers.items()]
         session.say(f"{rate}: {', '.join(shown)} samples/s")
-        return Cell(rate=shown_rate, num_rounds=num_rounds, peers=peers)
+        return Cell(rate=self._shown(rate), num_rounds=num_rounds, peers=peers)
 
     def measure_stragglers(self) -> Iterator[Straggler]:
         """Measure turns without and with a slow rank, the last one, in turns."""
         session, slow_rank = self.session, self.session.cluster.num_ranks - 1
-        shown_rate = session.set_rate(_STRAGGLER_RATE)
-        chosen = [name for name in session.teams if name in session.args.straggling]
+        session.set_rate(_STRAGGLER_RATE)
+        # A name alone stands for that algorithm with any options.
+        chosen = [
+            name
+            for name in session.teams
+            if {name, name.partition(":")[0]} & set(session.args.straggling)
+        ]
         num_steps, num_rounds = self._schedule(chosen)
 
         def take(name: str) -> tuple[Turn, Turn]:
@@ -92,10 +103,12 @@ class _Run:
 
         # A round is longer than the budget thinks.
         pairs = session.take_turns(list(num_steps), max(_MIN_ROUNDS, num_rounds // 2), take)
-        for name, taken in pairs.items():
-            found = report.straggler(name, shown_rate, taken, self.num_samples)
-            session.say(f"straggler, {name}: fast ranks {found.fast.median:.3f} of undisturbed")
-            yield found
+        for name, of_peer in pairs.items():
+            straggler = report.straggler(
+                name, self._shown(_STRAGGLER_RATE), of_peer, self.num_samples
+            )
+            session.say(f"straggler, {name}: fast ranks {straggler.fast.median:.3f} of undisturbed")
+            yield straggler
 
     def write(self) -> None:
         session, picture = self.session, "algorithms.png"
@@ -109,8 +122,18 @@ class _Run:
         lines = list(report.lines(described, self.cells, self.stragglers, is_counted=is_counted))
         if self.cells and report.write_plot(self.cells, session.args.output / picture):
             lines += ["", f"![samples/s of eager's]({picture})"]
-        found = {"cells": self.cells, "stragglers": self.stragglers}
-        session.write({"model": described, "is_counted": is_counted, **found}, lines)
+        session.write(
+            {
+                "model": described,
+                "is_counted": is_counted,
+                "cells": self.cells,
+                "stragglers": self.stragglers,
+            },
+            lines,
+        )
+
+    def _shown(self, rate: str) -> str:
+        return rate if self.session.applies_rates else f"{rate} (not applied)"
 
     def _schedule(self, chosen: Sequence[str]) -> tuple[dict[str, int], int]:
         """Return how many steps a turn of each has, and how many rounds fit the budget."""
@@ -138,12 +161,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.algorithms", __doc__, **defaults)
     add = parser.add_argument
     add("--model", default="small", help="see `python -m benchmarks.harness.models`")
-    add("--algorithms", type=names, default=list(_ALGORITHMS), help="NAME or NAME:option=value")
-    add("--straggling", type=names, default=list(_STRAGGLING), help="those that get a straggler")
+    add(
+        "--algorithms",
+        type=split_names,
+        default=list(_ALGORITHMS),
+        help="NAME or NAME:option=value",
+    )
+    add(
+        "--straggling",
+        type=split_names,
+        default=list(_STRAGGLING),
+        help="those that get a straggler",
+    )
     add("--turn-s", type=float, default=3.0, help="for the steps of a turn, one at least")
-    args = parser.parse_args(arguments)
-    if args.quick:
-        vars(args).update(_QUICK)
+    args = parse_budgeted(parser, arguments, _QUICK)
     for name in (*args.algorithms, *args.straggling):
         find_peer(name)
     return args

@@ -27,7 +27,7 @@ from benchmarks.algorithms.peers import PEERS, make_peers
 from benchmarks.harness.models import load_example
 from benchmarks.harness.peers import find_peer, label
 from benchmarks.harness.report import pyplot, table, write_run
-from benchmarks.harness.session import names, today, versions
+from benchmarks.harness.session import split_names, today, versions
 from ddpopt.algorithms import attach
 
 _ALGORITHMS = (
@@ -35,17 +35,17 @@ _ALGORITHMS = (
     "low_precision", "async:sync_interval_ms=10", "async:sync_interval_ms=100", "bytegrad",
     "qadam", "fp16", "powersgd", "post_local_sgd",
 )  # fmt: skip
-_WARMUP = 5  # a fifth of the steps
-_BASE = "ddpopt"
-_LAST = 0.05  # of the steps, whose losses are averaged
-_SMOOTHED = 0.04
-_CONTEXT, _BATCH = 64, 8  # windows of so many bytes, so many in a batch
-_LEARNING_RATE, _NUM_STEPS = 2e-3, 500
-_HELD_OUT = 0.05  # of the text, of which so many windows are tested
-_NUM_TESTED = 128
+_BASE = "ddpopt"  # DDP's allreduce
 _HEADER = (
-    "algorithm", "loss, last steps", "held out", f"less {_BASE}'s", "exchanges a step",
+    "algorithm", "loss, last steps", "held out", "less allreduce's", "exchanges a step",
 )  # fmt: skip
+_LEARNING_RATE, _NUM_STEPS = 2e-3, 500
+# Parts of all steps: the first, in which some algorithms do a plain allreduce; the last, whose
+# losses are averaged; and those over which a plot's losses are.
+_WARMUP_PART, _LAST_PART, _SMOOTHED_PART = 0.2, 0.05, 0.04
+_CONTEXT, _BATCH = 64, 8  # windows of so many bytes, so many in a batch
+_HELD_OUT_PART = 0.05  # of the text
+_NUM_TESTED_WINDOWS = 128
 
 
 class Text:
@@ -53,7 +53,7 @@ class Text:
 
     def __init__(self) -> None:
         self._bytes: Tensor = load_example().read_standard_library()
-        self._num_train = int(len(self._bytes) * (1 - _HELD_OUT))
+        self._num_train = int(len(self._bytes) * (1 - _HELD_OUT_PART))
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.randint(self._num_train - _CONTEXT, (_BATCH, 1), generator=generator)
@@ -61,12 +61,13 @@ class Text:
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         last = len(self._bytes) - _CONTEXT - 1
-        return self._windows(torch.linspace(self._num_train, last, _NUM_TESTED).long()[:, None])
+        starts = torch.linspace(self._num_train, last, _NUM_TESTED_WINDOWS).long()
+        return self._windows(starts[:, None])
 
     def _windows(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs, and targets in one dimension."""
-        found = self._bytes[starts + torch.arange(_CONTEXT + 1)].long()
-        return found[:, :-1], found[:, 1:].flatten()
+        windows = self._bytes[starts + torch.arange(_CONTEXT + 1)].long()
+        return windows[:, :-1], windows[:, 1:].flatten()
 
 
 class Result(NamedTuple):
@@ -83,12 +84,12 @@ class Result(NamedTuple):
 
     @property
     def last_loss(self) -> float:
-        return statistics.mean(self.losses[-max(1, round(_LAST * len(self.losses))) :])
+        return statistics.mean(self.losses[-max(1, round(_LAST_PART * len(self.losses))) :])
 
 
 def train(text: Text, name: str, seed: int, num_steps: int) -> Result:
     """Train on all ranks, average, and test."""
-    peer, options = find_peer(name, make_peers(num_steps // _WARMUP))
+    peer, options = find_peer(name, make_peers(int(_WARMUP_PART * num_steps)))
     torch.manual_seed(seed)
     ddp = peer.wrap(load_example().GPT(2, 64, 2, _CONTEXT))
     optimizer = peer.optimizer(ddp.parameters(), lr=_LEARNING_RATE)
@@ -170,7 +171,7 @@ def _write_plot(results: _Results, samples: Sequence[int], path: Path) -> bool:
         return False
     figure, panel = plots.subplots(figsize=(10.5, 5), layout="constrained")
     colours = plots.get_cmap("tab20").colors
-    width = max(1, round(_SMOOTHED * len(samples)))
+    width = max(1, round(_SMOOTHED_PART * len(samples)))
     for index, (name, own) in enumerate(results.items()):
         by_step = zip(*(result.losses for result in own), strict=True)
         losses = [statistics.mean(step) for step in by_step]
@@ -179,7 +180,7 @@ def _write_plot(results: _Results, samples: Sequence[int], path: Path) -> bool:
         given = {"color": colours[index % len(colours)], "linewidth": 1.1, **style}
         panel.plot(samples, smooth, label=label(name, PEERS), **given)
     panel.set_xlabel("samples")
-    panel.set_ylabel(f"loss, mean of the last {_SMOOTHED:.0%} of steps, and over seeds")
+    panel.set_ylabel(f"loss, mean of the last {_SMOOTHED_PART:.0%} of steps, and over seeds")
     panel.set_title(f"the example's GPT, {dist.get_world_size()} ranks")
     figure.legend(loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
@@ -198,7 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--algorithms", type=names, default=list(_ALGORITHMS), help="NAME or NAME:option=value")
+    add(
+        "--algorithms",
+        type=split_names,
+        default=list(_ALGORITHMS),
+        help="NAME or NAME:option=value",
+    )
     add("--seeds", type=int, default=3, help="how many")
     add("--steps", type=int, default=_NUM_STEPS)
     add("--output", type=Path, default=Path("build/benchmarks"), help="a folder")
@@ -216,10 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, list[Result]] = {name: [] for name in args.algorithms}
     for seed in range(args.seeds):
         for name, of_peer in results.items():
-            of_peer.append(found := train(text, name, seed, args.steps))
+            result = train(text, name, seed, args.steps)
+            of_peer.append(result)
             if dist.get_rank() == 0:
-                losses = f"loss {found.losses[0]:.3f} -> {found.last_loss:.3f}"
-                print(f"{name}, seed {seed}: {losses}, held out {found.test_loss:.3f}", flush=True)
+                losses = f"loss {result.losses[0]:.3f} -> {result.last_loss:.3f}"
+                print(f"{name}, seed {seed}: {losses}, held out {result.test_loss:.3f}", flush=True)
     if dist.get_rank() == 0:
         write(results, facts, args.output)
     gc.collect()  # DDP has to go before its group: see docs/faq.md

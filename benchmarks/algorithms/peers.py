@@ -20,7 +20,7 @@ from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import peers as ways
+from benchmarks.harness import peers as harness_peers
 from benchmarks.harness.peers import Peer, Wrap, compile_split
 from ddpopt import algorithms
 
@@ -50,25 +50,39 @@ def make_peers(warmup_steps: int) -> dict[str, Peer]:
     one_peer = partial(flat, peer_selection="shift_one")
     low_precision = partial(algorithms.LowPrecisionDecentralized, hierarchical=False)
     byte_grad = partial(algorithms.ByteGrad, hierarchical=False)
-    q_adam = {
-        "algorithm": partial(algorithms.QAdam, hierarchical=False),
-        "optimizer": partial(algorithms.QAdamOptimizer, warmup_steps=warmup_steps),
-    }
-    asynchronous = {"algorithm": algorithms.AsyncModelAverage, "is_asynchronous": True}
-    local = {"wrap": _hooked(post_local_sgd), "optimizer": averaging}
+    q_adam = partial(algorithms.QAdam, hierarchical=False)
+    q_adam_optimizer = partial(algorithms.QAdamOptimizer, warmup_steps=warmup_steps)
     cut = compile_split("forward")
     every = (
-        ways.PEERS["eager"],
+        harness_peers.PEERS["eager"],
         Peer("ddpopt", "ddpopt, DDP's allreduce", cut),
         Peer("decentralized", 'Decentralized("all")', cut, algorithm=flat),
         Peer("shift_one", 'Decentralized("shift_one")', cut, algorithm=one_peer),
         Peer("low_precision", "LowPrecisionDecentralized", cut, algorithm=low_precision),
-        Peer("async", "AsyncModelAverage", cut, **asynchronous),
+        Peer(
+            "async",
+            "AsyncModelAverage",
+            cut,
+            algorithm=algorithms.AsyncModelAverage,
+            is_asynchronous=True,
+        ),
         Peer("bytegrad", "ByteGrad", cut, algorithm=byte_grad),
-        Peer("qadam", "QAdam, with QAdamOptimizer", cut, **q_adam),
+        Peer(
+            "qadam",
+            "QAdam, with QAdamOptimizer",
+            cut,
+            algorithm=q_adam,
+            optimizer=q_adam_optimizer,
+        ),
         Peer("fp16", "torch's fp16 hook", cut, _hooked(_compress)),
         Peer("powersgd", f"torch's PowerSGD, rank {_POWER_SGD_RANK}", cut, _hooked(power_sgd)),
-        Peer("post_local_sgd", f"torch's post-local SGD, every {_LOCAL_STEPS} steps", cut, **local),
+        Peer(
+            "post_local_sgd",
+            f"torch's post-local SGD, every {_LOCAL_STEPS} steps",
+            cut,
+            _hooked(post_local_sgd),
+            optimizer=averaging,
+        ),
     )
     return {peer.name: peer for peer in every}
 
@@ -87,4 +101,4 @@ def _compress(ddp: DistributedDataParallel) -> None:
 
 
 PEERS = make_peers(warmup_steps=2)
-find_peer = partial(ways.find_peer, peers=PEERS)
+find_peer = partial(harness_peers.find_peer, peers=PEERS)

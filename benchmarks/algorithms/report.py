@@ -58,9 +58,10 @@ class Cell(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """One algorithm with a rank that computes twice as long: rates of samples of undisturbed ones.
+    """One algorithm with a rank that computes twice as long.
 
-    `fast` is of all other ranks together, `slow` of that rank.
+    `fast` is of all other ranks together, `slow` of that rank: samples/s with a slow rank over
+    samples/s in the turn before, without one.
     """
 
     peer: str
@@ -72,18 +73,21 @@ class Straggler(NamedTuple):
 
 
 def measured(turns: dict[str, list[Turn]], name: str, num_samples: int) -> Measured:
-    rates = {peer: [t.samples_per_s(num_samples) for t in taken] for peer, taken in turns.items()}
-    own, eager = turns[name], rates.get("eager")
-    num_steps = sum(turn.num_steps for turn in own)
-    times_s = [max(turn.times_s) for turn in own]
-    sent = [sum(turn.sent_bytes) / len(turn.sent_bytes) for turn in own if turn.sent_bytes]
+    samples_per_s = {
+        peer: [turn.samples_per_s(num_samples) for turn in of_peer]
+        for peer, of_peer in turns.items()
+    }
+    eager, of_name = samples_per_s.get("eager"), turns[name]
+    num_steps = sum(turn.num_steps for turn in of_name)
+    times_s = [max(turn.times_s) for turn in of_name]
+    sent = [sum(turn.sent_bytes) / len(turn.sent_bytes) for turn in of_name if turn.sent_bytes]
     return Measured(
-        samples_per_s=spread(rates[name]),
-        of_eager=ratios(rates[name], eager) if eager else None,
-        step_s=spread([s / turn.num_steps for s, turn in zip(times_s, own, strict=True)]),
-        num_steps=own[0].num_steps,
+        samples_per_s=spread(samples_per_s[name]),
+        of_eager=ratios(samples_per_s[name], eager) if eager else None,
+        step_s=spread([s / turn.num_steps for s, turn in zip(times_s, of_name, strict=True)]),
+        num_steps=of_name[0].num_steps,
         sent_bytes=sum(sent) / num_steps if sent else None,
-        exchanges_per_s=sum(turn.num_exchanges for turn in own) / sum(times_s),
+        exchanges_per_s=sum(turn.num_exchanges for turn in of_name) / sum(times_s),
     )
 
 
@@ -94,14 +98,21 @@ def straggler(
     *fast, slow = range(len(pairs[0][0].times_s))
 
     def ratio(ranks: Sequence[int]) -> Spread:
-        without, with_one = (
-            [turn.samples_per_s(num_samples, ranks) for turn in turns]
-            for turns in zip(*pairs, strict=True)
-        )
-        return ratios(with_one, without)
+        undisturbed, disturbed = [], []
+        for without, with_slow_rank in pairs:
+            undisturbed.append(without.samples_per_s(num_samples, ranks))
+            disturbed.append(with_slow_rank.samples_per_s(num_samples, ranks))
+        return ratios(disturbed, undisturbed)
 
-    undisturbed = spread([without.samples_per_s(num_samples) for without, _ in pairs]).median
-    return Straggler(name, rate, len(pairs), undisturbed, ratio(fast), ratio([slow]))
+    undisturbed = spread([without.samples_per_s(num_samples) for without, _ in pairs])
+    return Straggler(
+        peer=name,
+        rate=rate,
+        num_rounds=len(pairs),
+        undisturbed_per_s=undisturbed.median,
+        fast=ratio(fast),
+        slow=ratio([slow]),
+    )
 
 
 # ---- tables -----------------------------------------------------------------------------------

@@ -57,10 +57,10 @@ class AlgorithmWorker(Worker):
         dist.barrier()  # what is sent until all ranks are done belongs to these steps
         sent_bytes = _sent_bytes() - sent_bytes
         self._rest()
-        mine = (time_s, sent_bytes, num_exchanges)
-        all_ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, mine)
-        times_s, sent, exchanges = zip(*all_ranks, strict=True)
+        of_rank = (time_s, sent_bytes, num_exchanges)
+        of_ranks = [of_rank] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, of_rank)
+        times_s, sent, exchanges = zip(*of_ranks, strict=True)
         return Turn(
             num_steps=num_steps,
             times_s=times_s,
@@ -80,7 +80,9 @@ class AlgorithmWorker(Worker):
         start_s = time.thread_time()
         loss = self._model.loss(self._compiled(**self._batch))
         if is_slow:
-            end_s = 2 * time.thread_time() - start_s + self._backward_s
+            # As much CPU time again as this forward and the last backward took.
+            now_s = time.thread_time()
+            end_s = now_s + (now_s - start_s) + self._backward_s
             while time.thread_time() < end_s:
                 torch.mm(self._waste, self._waste)
         start_s = time.thread_time()

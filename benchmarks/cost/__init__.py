@@ -1,1 +1,1 @@
-"""What ddpopt itself costs: cutting, gates, sections, planning, recording."""
+"""What ddpopt itself costs: compiling, planning and cutting, and sections at run time."""

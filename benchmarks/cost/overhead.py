@@ -88,8 +88,8 @@ def compare_arms(inner: str, num_parameters: int, num_sections: int, rounds: int
     base = times["unsplit"]
     rows = []
     for name, ddp in ddps.items():
-        (plan,) = ddpopt.explain(ddp).cuts
-        num_cut = len(plan.sections)
+        (cut,) = ddpopt.explain(ddp).cuts
+        num_cut = len(cut.sections)
         # What is not cut is divided as if it were, so that its noise can be compared.
         parts = num_cut if num_cut > 1 else num_sections
         more = [
@@ -140,7 +140,9 @@ def _medians(times: Sequence[Times]) -> Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cost.overhead", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--parameters", type=int, default=2000)
     parser.add_argument("--sections", type=int, default=50)

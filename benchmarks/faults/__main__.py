@@ -80,7 +80,7 @@ CASES = (
 )
 
 
-class Found(NamedTuple):
+class RunOutcome(NamedTuple):
     """What became of the ranks, what was wrong with them, and when the fault struck."""
 
     ranks: dict[int, Trained]
@@ -88,8 +88,23 @@ class Found(NamedTuple):
     fault_s: float
 
 
-def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> list[str]:
-    """Return a row of the table; the outcome of what is not as it has to be begins with FAILED."""
+class CaseOutcome(NamedTuple):
+    """What came of a case: a sentence, what is not as it has to be, and how soon it was noticed."""
+
+    case: Case
+    sentence: str
+    problems: list[str]
+    noticed_after: str
+
+    @property
+    def row(self) -> list[str]:
+        """Its row in the table."""
+        text = f"FAILED: {'; '.join(self.problems)}" if self.problems else self.sentence
+        return [*self.case.row, " ".join(text.split()).replace("|", "/"), self.noticed_after]
+
+
+def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> CaseOutcome:
+    """Train with the fault, then without, and compare."""
     if case.where == COMPILE:  # there has to be something to compile
         caches = caches / f"{case.where}-{case.split}"
     ranks, problems, fault_s = _run(cluster, setting, case, caches)
@@ -98,23 +113,23 @@ def run_case(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> li
     undisturbed = {trained.parameters for trained in calm.ranks.values()}
     if len(undisturbed) != 1:
         problems.append("ranks differ in the run afterwards")
-    outcome, noticed = "training goes on, bitwise as undisturbed", ""
+    sentence, noticed_after = "training goes on, bitwise as undisturbed", ""
     if case.duration_s is not None:
         if {trained.parameters for trained in ranks.values()} != undisturbed:
             problems.append("training did not go on as if undisturbed")
     else:
         errors = {rank: trained for rank, trained in ranks.items() if trained.error}
-        own = errors.pop(case.rank, None)
+        struck = errors.pop(case.rank, None)
         survivors = [rank for rank in range(_NUM_RANKS) if rank != case.rank]
         problems += [f"rank {rank} got no error" for rank in survivors if rank not in errors]
         if errors:
-            first, *_ = errors.values()
-            outcome = f"survivors, in {first.place}: {_sentence(first)}"
-            outcome += f"; rank {case.rank}: {_sentence(own)}" if own else ""
+            first, trained = next(iter(errors.items()))
+            sentence = f"rank {first}, in {trained.place}: {_sentence(trained)}"
+            if struck is not None:
+                sentence += f"; rank {case.rank}: {_sentence(struck)}"
             noticed_s = max(error.time_s for error in errors.values()) - fault_s
-            noticed = f"{max(0.0, noticed_s):.1f} s"
-    outcome = f"FAILED: {'; '.join(problems)}" if problems else outcome
-    return [*case.row, " ".join(outcome.split()).replace("|", "/"), noticed]
+            noticed_after = f"{max(0.0, noticed_s):.1f} s"
+    return CaseOutcome(case, sentence, problems, noticed_after)
 
 
 def _sentence(trained: Trained) -> str:
@@ -122,8 +137,8 @@ def _sentence(trained: Trained) -> str:
     return re.sub(r"^\[[^]]*\] ", "", trained.error).partition(". ")[0]
 
 
-def _run(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> Found:
-    """Train with a fault, or without one for as long as that takes."""
+def _run(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> RunOutcome:
+    """Train with a fault; or without one, and with a timeout that no compile reaches."""
     num_calm = 0 if case.where == COMPILE else _CALM_STEPS
     ranks: dict[int, Trained] = {}
     problems: list[str] = []
@@ -147,7 +162,7 @@ def _run(cluster: Cluster, setting: Setting, case: Case, caches: Path) -> Found:
         if case.fault == KILL and team.processes[case.rank].popen.poll() != -SIGKILL:
             problems.append(f"the fault did not strike rank {case.rank}")
     cluster.set_link(case.rank, is_up=True)
-    return Found(ranks, problems, fault_s)
+    return RunOutcome(ranks, problems, fault_s)
 
 
 @contextlib.contextmanager
@@ -184,29 +199,29 @@ def main() -> int:
         prog="python -m benchmarks.faults", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--only", default="", help="a regular expression, as 'link|compile'")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     if reason := why_not_emulated():
         sys.exit(f"no network can be emulated here: {reason}")
-    chosen = [case for case in CASES if re.search(arguments.only, " | ".join(case.row))]
-    rows = []
+    chosen = [case for case in CASES if re.search(args.only, " | ".join(case.row))]
+    outcomes = []
     with (
-        tempfile.TemporaryDirectory(prefix="ddpopt-faults-") as folder,
+        tempfile.TemporaryDirectory(prefix="ddpopt-faults-") as folder_name,
         open_cluster(_NUM_RANKS) as cluster,
     ):
-        place = Path(folder)
+        folder = Path(folder_name)
         setting = Setting(
-            inner="inductor", num_threads=1, folder=place, worker="benchmarks.faults.worker"
+            inner="inductor", num_threads=1, folder=folder, worker="benchmarks.faults.worker"
         )
         for split in sorted({case.split for case in chosen if case.where != COMPILE}):
             # With cold caches ranks would compile for longer than the group's timeout.
-            _run(cluster, setting, Case(fault=NO_FAULT, split=split), place / "caches")
+            _run(cluster, setting, Case(fault=NO_FAULT, split=split), folder / "caches")
         for case in chosen:
-            rows.append(run_case(cluster, setting, case, place / "caches"))
-            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            outcomes.append(run_case(cluster, setting, case, folder / "caches"))
+            print(" | ".join(outcomes[-1].row), file=sys.stderr, flush=True)
     header = ("fault", "where", "split", "outcome", "noticed after")
-    print("\n".join(table(header, rows)))
+    print("\n".join(table(header, [outcome.row for outcome in outcomes])))
     print(f"\ntimeout of the process group: {_TIMEOUT_S:g} s")
-    return 1 if any("FAILED" in row[3] for row in rows) else 0
+    return 1 if any(outcome.problems for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -3,5 +3,6 @@
 import sys
 from pathlib import Path
 
-# Dynamo imports by name what it has inlined, so examples are modules here as they are there.
+# Dynamo imports the modules of functions that it has inlined by their names, so the examples have
+# to be found under theirs, `train_gpt` and `slow_link`, as when they run as programs.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

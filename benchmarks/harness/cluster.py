@@ -91,33 +91,32 @@ class Cluster:
         It finds in its environment what `init_process_group("gloo")` reads there. It has as many
         cores as threads, and ranks have different ones; with `num_threads` None it has all.
         """
-        path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **self._where_to_meet(rank)}
+        import_path = str(_ROOT)
+        if os.environ.get("PYTHONPATH"):
+            import_path += os.pathsep + os.environ["PYTHONPATH"]
+        variables = {**os.environ, "PYTHONPATH": import_path, **self._where_to_meet(rank)}
         if num_threads is not None:
-            own["OMP_NUM_THREADS"] = str(num_threads)
+            variables["OMP_NUM_THREADS"] = str(num_threads)
         prefix = ["ip", "netns", "exec", self.namespaces[rank]] if self.is_shaped else []
         with _pinned(rank, num_threads):
             return subprocess.Popen(
-                [*prefix, *command], env={**own, **(environment or {})}, **options
+                [*prefix, *command], env={**variables, **(environment or {})}, **options
             )
-
-    def run(self, command: Sequence[str]) -> list[int]:
-        """Run a command on each rank, with a core and a thread of its own; return exit statuses."""
-        ranks = [self.start(rank, command, num_threads=1) for rank in self.local_ranks]
-        return [rank.wait() for rank in ranks]
 
     def _where_to_meet(self, rank: int) -> dict[str, str]:
         if self.is_torchrun:
             return {}
-        interface = _INTERFACE if self.is_shaped else "lo"
-        is_there = self.is_shaped or os.path.exists("/sys/class/net/lo")
-        return {
-            **({"GLOO_SOCKET_IFNAME": interface} if is_there else {}),
+        variables = {
             "MASTER_ADDR": f"{_SUBNET}.1" if self.is_shaped else "127.0.0.1",
             "MASTER_PORT": str(_PORT),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.num_ranks),
         }
+        if self.is_shaped:
+            variables["GLOO_SOCKET_IFNAME"] = _INTERFACE
+        elif os.path.exists("/sys/class/net/lo"):
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        return variables
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The models that are measured; `python -m benchmarks.harness.models` prints their sizes.
 
-Those from the transformers package (`pip install ddpopt[benchmarks]`) have random weights and are
-scaled so that a step takes about half a second on one core. None drops anything out, so that all
-peers compute the same loss.
+Those from the transformers package (`pip install ddpopt[benchmarks]`) have random weights. All but
+those "as published" are scaled so that a step takes about half a second on one core. None drops
+anything out, so that all peers compute the same loss.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ConvLayer(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A product, then some twenty pointwise operations, which a compiler makes one loop of.
+    """A product, then 26 pointwise operations, which a compiler makes one loop of.
 
     Their parameters are as large as a sequence, so that buckets end between them.
     """
@@ -156,7 +156,7 @@ def _transformer(architecture: str, sizes: Mapping[str, Any]) -> nn.Module:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise MissingPackageError(
-            "the models bert, gpt2, t5, resnet50 and vit are those of the transformers package: "
+            f"{architecture} is of the transformers package: "
             "pip install 'ddpopt[benchmarks]', or pip install transformers"
         ) from error
     model: Any = getattr(transformers, architecture)
@@ -215,7 +215,7 @@ _ALL = (
         _convnet, _partial(_classify, 16, 3, 128, 128),
     ),
     Model(
-        "fused", "14 x a product of width 512 and 25 pointwise operations; 4 x 128 rows",
+        "fused", "14 x a product of width 512 and 26 pointwise operations; 4 x 128 rows",
         _partial(_fused, 14, 128, 512), _partial(_fused_batch, 4, 128, 512),
     ),
     _hugging_face(

@@ -5,8 +5,8 @@ The hook stands for DDP's ring allreduce, with the times of [Note: the emulated 
 kernel of one thread spins on a stream of its own, as NCCL's kernels would run there; it takes one
 multiprocessor of many and no memory bandwidth, of which NCCL takes more. It counts cycles, so
 buckets take longer where the clock falls under load: a profile has their times. On the CPU a thread
-sleeps. Gradients stay as they are: there is no other rank. So every peer is measured with the same
-network, whatever the machine has.
+sleeps. Gradients stay as they are: there is no other rank. So every peer with DDP's Reducer, which
+is what calls the hook, is measured with the same network, whatever the machine has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Network:
         self.intervals: list[Interval] = []  # on a GPU a profile has the kernels
 
     def send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Return what has the buffer when it has passed, with a share of an allreduce's cost."""
+        """Return a future of the buffer, which is done after an allreduce's time at this rate."""
         raise NotImplementedError
 
 

@@ -32,27 +32,25 @@ _adamw = functools.partial(AdamW, fused=True)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of them.
+    """A way to train a model on several ranks.
 
-    Tables and plots say its `label`. `wrap` makes the data parallel module, with DDP's arguments,
-    and `compile` takes that, the inner compiler and further options; Dynamo's `optimize_ddp` is set
-    before the module is made, and backward runs in `around_backward`. One that `is_tuned` finds
-    its buckets anew for each rate. `optimizer` takes parameters and `lr`; with an `algorithm`,
-    which takes the peer's options, this is attached to it. One that `is_asynchronous` exchanges at
-    times of its own, not in each step.
+    A worker (harness/worker.py) sets `optimize_ddp`, makes the data parallel module with `wrap`,
+    compiles that with `compile`, and makes the optimizer.
     """
 
     name: str
-    label: str
-    compile: Compile
-    wrap: Wrap = DistributedDataParallel
-    optimize_ddp: bool | str = True
-    around_backward: Around = lambda _inner: contextlib.nullcontext()
-    has_buckets: bool = True
-    is_tuned: bool = False
-    optimizer: Callable[..., torch.optim.Optimizer] = _adamw
-    algorithm: Callable[..., Algorithm[Any]] | None = None
-    is_asynchronous: bool = False
+    label: str  # of tables and plots
+    compile: Compile  # takes what `wrap` made, the inner compiler's name and options
+    wrap: Wrap = DistributedDataParallel  # takes a module and DDP's arguments
+    optimize_ddp: bool | str = True  # Dynamo's, which has to be set before the module is made
+    around_backward: Around = lambda _inner: contextlib.nullcontext()  # each backward runs in it
+    has_reducer: bool = True  # DDP's, in C++: with buckets, and with a comm hook for each
+    is_tuned: bool = False  # finds its buckets anew for each rate of the network
+    is_ours: bool = False  # ddpopt compiles it
+    is_default: bool = True  # measured without being named
+    optimizer: Callable[..., torch.optim.Optimizer] = _adamw  # takes parameters and `lr`
+    algorithm: Callable[..., Algorithm[Any]] | None = None  # takes the peer's options; attached
+    is_asynchronous: bool = False  # exchanges at times of its own, not in each step
 
 
 def find_peer(text: str, peers: Mapping[str, Peer] | None = None) -> tuple[Peer, dict[str, Any]]:
@@ -62,14 +60,14 @@ def find_peer(text: str, peers: Mapping[str, Peer] | None = None) -> tuple[Peer,
         ValueError: there is no such peer, or an option has no value.
     """
     peers = PEERS if peers is None else peers
-    name, *settings = text.split(":")
+    name, *option_texts = text.split(":")
     if name not in peers:
         raise ValueError(f"there is no peer {name!r}; there are {', '.join(peers)}")
     options = {}
-    for setting in settings:
-        key, sign, value = setting.partition("=")
+    for option_text in option_texts:
+        key, sign, value = option_text.partition("=")
         if not sign:
-            raise ValueError(f"the option {setting!r} of the peer {text!r} has no value")
+            raise ValueError(f"the option {option_text!r} of the peer {text!r} has no value")
         try:
             options[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -89,19 +87,32 @@ def _compile_plainly(ddp: nn.Module, inner: str, options: dict[str, Any]) -> Com
 
 
 def compile_split(split: str, **more: Any) -> Compile:
+    """Return a way to compile with ddpopt, with this split and further options of its own."""
+
     def compile_(ddp: DistributedDataParallel, inner: str, options: dict[str, Any]) -> Compiled:
-        given = {"inner": inner, "split": split, **more, **options}
-        compiled: Compiled = torch.compile(ddp, backend="ddpopt", options=given)
+        merged = {"inner": inner, "split": split, **more, **options}
+        compiled: Compiled = torch.compile(ddp, backend="ddpopt", options=merged)
         return compiled
 
     return compile_
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the members of a model's lists of layers, inner ones first."""
+    """Return the members of a model's lists of layers that have parameters, inner ones first.
+
+    Raises:
+        ValueError: there is none.
+    """
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    layers = [layer for part in reversed(lists) for layer in part]
-    return [layer for layer in layers if any(True for _ in layer.parameters())]
+    layers: list[nn.Module] = []
+    for part in reversed(lists):
+        layers += [layer for layer in part if list(layer.parameters())]
+    if not layers:
+        raise ValueError(
+            f"{type(module).__name__} has no layers in an nn.ModuleList, by which FSDP2 could take "
+            "it; leave out the peers fsdp2 and replicate"
+        )
+    return layers
 
 
 def _by_layer(distribute: Callable[..., Any], **options: Any) -> Wrap:
@@ -150,16 +161,32 @@ _ALL = (
         _compile_plainly,
         optimize_ddp="python_reducer",
         around_backward=_compiled_autograd,
-        has_buckets=False,
+        has_reducer=False,
     ),
-    Peer("forward", "ddpopt, cut in forward", compile_split("forward")),
-    Peer("backward", "ddpopt, cut in backward", _cut),
-    Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True),
-    Peer("views", "ddpopt, tuned, bucket views", _tuned, _with_views, is_tuned=True),
-    Peer("lazy", "ddpopt, tuned, lazy buckets", _tuned, _lazily, is_tuned=True),
+    Peer("forward", "ddpopt, cut in forward", compile_split("forward"), is_ours=True),
+    Peer("backward", "ddpopt, cut in backward", _cut, is_ours=True),
+    Peer("auto", "ddpopt, tuned buckets", _tuned, is_tuned=True, is_ours=True),
+    Peer(
+        "views",
+        "ddpopt, tuned, bucket views",
+        _tuned,
+        _with_views,
+        is_tuned=True,
+        is_ours=True,
+        is_default=False,
+    ),
+    Peer(
+        "lazy",
+        "ddpopt, tuned, lazy buckets",
+        _tuned,
+        _lazily,
+        is_tuned=True,
+        is_ours=True,
+        is_default=False,
+    ),
     Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
-    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fsdp2, has_buckets=False),
-    Peer("replicate", "FSDP2's replicate", _compile_layers, _replicated, has_buckets=False),
-    Peer("simplefsdp", "SimpleFSDP, replicated", compile_scheduled, Replicated, has_buckets=False),
+    Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fsdp2, has_reducer=False),
+    Peer("replicate", "FSDP2's replicate", _compile_layers, _replicated, has_reducer=False),
+    Peer("simplefsdp", "SimpleFSDP, replicated", compile_scheduled, Replicated, has_reducer=False),
 )
 PEERS = {peer.name: peer for peer in _ALL}

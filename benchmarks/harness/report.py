@@ -44,10 +44,11 @@ def write_run(
     stem: Path, facts: Mapping[str, str], found: Mapping[str, object], lines: Iterable[str]
 ) -> None:
     """Write what a run found as JSON, and as Markdown below its command and its other facts."""
-    write_json({**facts, **found}, stem.with_suffix(".json"))
+    # Not `with_suffix`, which takes `overlap.tuning` for a name with a suffix.
+    write_json({**facts, **found}, stem.parent / f"{stem.name}.json")
     where = "; ".join(fact for name, fact in facts.items() if name != "command")
     heading = [f"# {stem.name.capitalize()}", "", f"    {facts['command']}", "", f"{where}."]
-    stem.with_suffix(".md").write_text("\n".join([*heading, *lines]) + "\n")
+    (stem.parent / f"{stem.name}.md").write_text("\n".join([*heading, *lines]) + "\n")
 
 
 def write_json(found: object, path: Path) -> None:
@@ -55,7 +56,7 @@ def write_json(found: object, path: Path) -> None:
 
 
 def as_data(value: object) -> Any:
-    """Return dataclasses and named tuples as dictionaries, and numbers with six digits."""
+    """Return dataclasses and named tuples as dictionaries, and numbers with six decimals."""
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: as_data(getattr(value, name)) for name in names}
@@ -69,7 +70,7 @@ def as_data(value: object) -> Any:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown; all columns but the first are numbers."""
+    """Return the lines of a table in Markdown; all columns but the first are aligned right."""
     rule = ["---", *["--:"] * (len(header) - 1)]
     return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
 
@@ -87,10 +88,11 @@ def table_of(
 
 def label_of_rate(rate: str) -> str:
     """Return what a plot calls a rate: `1gbit` as 1 Gbit/s."""
-    found = re.fullmatch(r"(\d+)([kmg])bit(.*)", rate)
-    if found is None:
+    parts = re.fullmatch(r"(\d+)([kmg])bit(.*)", rate)
+    if parts is None:
         return rate.replace("free", "no limit", 1)
-    return f"{found[1]} {found[2].replace('m', 'M').replace('g', 'G')}bit/s{found[3]}"
+    number, unit, rest = parts.groups()
+    return f"{number} {unit.replace('m', 'M').replace('g', 'G')}bit/s{rest}"
 
 
 def pyplot() -> Any:
@@ -124,7 +126,11 @@ def draw_bars(
 def save(
     figure: Any, path: Path, panel: Any, *, num_columns: int, bottom: float, legend: float = 0.0
 ) -> None:
-    """Write a figure with a panel's legend, from `legend` up to `bottom` of its height."""
+    """Write a figure whose panels share a legend, which is below them.
+
+    `legend` and `bottom` are parts of the figure's height: the legend stands above the one, and
+    the panels above the other.
+    """
     handles, names = panel.get_legend_handles_labels()
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, legend)}
     figure.legend(handles, names, ncols=num_columns, fontsize=8, frameon=False, **place)

@@ -25,7 +25,7 @@ from benchmarks.harness.teams import Setting, Team, TeamError, open_team
 _T = TypeVar("_T")
 
 
-def names(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """Return the names in an option, as in `gpt,bert`."""
     return [name for name in text.split(",") if name]
 
@@ -38,24 +38,37 @@ def make_parser(program: str, docstring: str | None, **defaults: Any) -> argpars
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rates", type=names, help="as tc has them")
+    add("--rates", type=split_names, help="as tc has them")
     add("--ranks", type=int, help="not under torchrun, which decides it")
     add("--threads", type=int, default=1, help="cores and threads a rank; 0: leave them alone")
     add("--inner", default="inductor", help="the backend that all compiling peers use")
     add("--rounds", type=int, help="at most")
-    add("--budget-s", type=float, help="for the rounds at a rate; a few are made anyway")
     add("--loopback", action="store_true", help="emulate no network")
     add("--output", type=Path, default=Path("build/benchmarks"), help="a folder")
-    add("--quick", action="store_true", help="two minutes, to see that everything runs")
     parser.set_defaults(**defaults)
     return parser
 
 
+def parse_budgeted(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, quick: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Parse with two options more: `--budget-s`, and `--quick`, which has defaults of its own."""
+    add = parser.add_argument
+    add("--budget-s", type=float, help="for the rounds at a rate; a few are made anyway")
+    add("--quick", action="store_true", help="two minutes, to see that everything runs")
+    args = parser.parse_args(arguments)
+    if args.quick:
+        parser.set_defaults(**quick)
+        args = parser.parse_args(arguments)  # what was asked for by name counts all the same
+    return args
+
+
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One run on a cluster. Teams that fail are taken out of `teams`, and the others go on.
+    """One run on a cluster. A team that fails is taken out of `teams`, and the others go on.
 
-    `where` is what is measured now, for what is said of a failure.
+    Teams go by their peer, as it was asked for with its options. `where` says what is measured
+    now, such as the model, for the text of a failure.
     """
 
     name: str
@@ -76,14 +89,14 @@ class Session:
             print(text, flush=True)
 
     @contextlib.contextmanager
-    def failing(self, team: str) -> Iterator[None]:
-        """Note it if a team fails in this block, and go on without it."""
+    def failing(self, peer: str) -> Iterator[None]:
+        """Note it if a peer's team fails in this block, and go on without it."""
         try:
             yield
         except TeamError as error:
-            self.teams.pop(team, None)
+            self.teams.pop(peer, None)
             self.say(f"  {error}")
-            what = ", ".join(filter(None, [self.where, team]))
+            what = f"{self.where}, {peer}" if self.where else peer
             self.failures.append({"what": what, "error": str(error).strip()})
 
     def open(
@@ -92,16 +105,20 @@ class Session:
         """Start a team; it is not in `teams` before somebody puts it there."""
         return open_team(self.cluster, self.setting, peer, model, cap_mb, caches)
 
-    def set_rate(self, rate: str) -> str:
-        """Give all links a rate; return it as tables show it."""
+    @property
+    def applies_rates(self) -> bool:
+        """Whether the network has the rates that `set_rate` is given; loopback has none."""
+        return self.cluster.is_shaped or bool(self.setting.emulated_ranks)
+
+    def set_rate(self, rate: str) -> None:
+        """Give all links a rate."""
         if self.setting.emulated_ranks:
             gbit = None if rate == FREE else parse_gbit(rate)
             for name, team in list(self.teams.items()):
                 with self.failing(name):
                     team.ask("use_rate", gbit)
-            return rate
-        self.cluster.set_rate(rate)
-        return rate if self.cluster.is_shaped else f"{rate} (not applied)"
+        else:
+            self.cluster.set_rate(rate)
 
     def take_turns(
         self,
@@ -141,6 +158,7 @@ class Session:
             differences += [
                 f"{what}: {name}'s loss is {loss}, {base}'s {by_peer[base]}"
                 for name, loss in by_peer.items()
+                # `not` and `<=`, so that a NaN is a difference.
                 if not abs(loss - by_peer[base]) <= tolerance * abs(by_peer[base])
             ]
         stem = self.args.output / self.name

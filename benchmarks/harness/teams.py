@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import shutil
 import socket
@@ -16,8 +17,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness.cluster import Cluster
 
+PROFILED_STEPS = 2  # in a request for a profile
 _TIMEOUT_S = 1200
 _LOG_LINES = 25
+_num_opened: collections.Counter[str] = collections.Counter()  # teams of this process, by name
 
 
 class TeamError(RuntimeError):
@@ -60,7 +63,10 @@ class Task:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step; `iteration_s` is the slowest rank's sum, not the sum of the slowest."""
+    """Seconds of one step, each of the rank that took longest for it.
+
+    So `iteration_s` is the slowest rank's sum, and may be less than the sum of the other three.
+    """
 
     forward_s: float
     backward_s: float
@@ -69,9 +75,11 @@ class StepTimes(NamedTuple):
 
 
 class FirstSteps(NamedTuple):
-    """What the first steps cost: `compile_s` is how much longer the first took than later ones.
+    """What the first steps cost.
 
-    `loss` is the first step's, `later_loss` that of the fourth, after three updates.
+    `compile_s` is how much longer the first took than later ones: with an empty cache of the
+    compiler's or with a filled one, as the process found it. `loss` is the first step's,
+    `later_loss` that of the fourth, after three updates.
     """
 
     compile_s: float
@@ -79,12 +87,24 @@ class FirstSteps(NamedTuple):
     later_loss: float
 
 
+class Tuned(NamedTuple):
+    """What a search for buckets came to, in words, and whether DDP keeps the buckets it had.
+
+    `plan` is the best one as JSON, empty if there is none, as on an emulated network.
+    """
+
+    outcome: str
+    keeps_buckets: bool
+    plan: str = ""
+
+
 class Facts(NamedTuple):
     """What a process can tell of its model after some steps.
 
     `num_sections` counts the compiled pieces of backward that ran in a step, None where autograd
-    ran operator by operator or was compiled itself. `num_kernels` counts the different ones that
-    Inductor wrote, `num_kernel_calls` the calls of those in C++ in a step.
+    ran operator by operator or was compiled itself. `num_kernels` counts the definitions of kernels
+    in what Inductor wrote: one that two pieces need is in both. `num_kernel_calls` counts the calls
+    of those in C++ in a step.
     """
 
     num_graphs: int
@@ -164,6 +184,7 @@ def open_team(
     """
     place = Path(tempfile.mkdtemp(dir=setting.folder))
     team = Team(f"{peer} ({model}, cap {cap_mb or 'default'})")
+    _num_opened[team.name] += 1
     try:
         for rank in cluster.local_ranks:
             task = Task(
@@ -174,7 +195,9 @@ def open_team(
                 rank=rank,
                 num_ranks=cluster.num_ranks,
                 store="" if cluster.is_torchrun else str(place / "store"),
-                meeting=f"{caches.name}-{place.name}",
+                # Under torchrun each rank is started by a program of its own: a name of temporary
+                # folders would be another one for each.
+                meeting=f"{team.name}, {_num_opened[team.name]}",
             )
             cache, log = caches / f"rank{rank}", place / f"rank{rank}.log"
             team.processes[rank] = _start(cluster, task, cache, log)

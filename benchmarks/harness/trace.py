@@ -69,11 +69,12 @@ def summarise(path: Path, sent: Sequence[Interval]) -> Summary:
         gaps_ms=(whole_us - length_us(both)) / 1e3,
         num_streams=len({e["args"]["stream"] for e in events if e.get("cat") == "kernel"}),
         num_products=len(products),
-        num_beside=sum(
-            any(sent.start_us < product.start_us < sent.stop_us for sent in communication)
-            for product in products
-        ),
+        num_beside=sum(_is_within(product.start_us, communication) for product in products),
     )
+
+
+def _is_within(moment_us: float, spans: Iterable[Span]) -> bool:
+    return any(span.start_us < moment_us < span.stop_us for span in spans)
 
 
 def _spans(events: Sequence[Any], categories: Sequence[str]) -> list[tuple[str, Span]]:

@@ -1,8 +1,9 @@
 """One rank of one peer: a process that obeys what `teams.py` sends it.
 
 It takes its `Task`, and then requests (a method's name and arguments), from a socket that it has
-inherited. All times are the slowest rank's, so that every rank's answer is the same. What a
-peer sets for all of its process stays there: nothing is undone.
+inherited. The times of steps are the slowest rank's, on all ranks; other answers (`facts`,
+`peak_mb`, `cpu_s`, `timeline`) are each rank's own. What a peer sets for all of its process stays
+there: nothing is undone.
 
 On an emulated network a step does not wait for the one before: on a GPU its work is queued while
 that is computed, as in training, and an iteration is from the end of a step to that of the next.
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.profiler import ProfilerActivity, profile
 
 import ddpopt
@@ -38,11 +40,12 @@ from benchmarks.harness import device, trace
 from benchmarks.harness.models import find_model
 from benchmarks.harness.network import Rate, connect, open_network
 from benchmarks.harness.peers import PEERS, Peer, find_peer
-from benchmarks.harness.teams import Facts, FirstSteps, StepTimes, Task
+from benchmarks.harness.teams import PROFILED_STEPS, Facts, FirstSteps, StepTimes, Task, Tuned
 from ddpopt.algorithms import attach
 from ddpopt.inspection.recording import RecordedStep
 from ddpopt.planning import rebucket
-from ddpopt.planning import tuner as tuning
+from ddpopt.planning import tuner as tuner_module
+from ddpopt.planning.decision import STAY
 from ddpopt.planning.estimates import estimate, scale
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
@@ -54,10 +57,14 @@ _LEARNING_RATE = 1e-4
 _MAX_TUNING_STEPS = 40
 _NUM_CPU_STEPS = 3
 _KERNEL = re.compile(r"^\w+ = async_compile\.(cpp_pybinding|triton)\(", re.MULTILINE)
+_MIB = 1024 * 1024
 
 
 class Moments(NamedTuple):
-    """Of one step, as a `Clock` has them."""
+    """When a step began and when its parts ended, as marks of a `Clock`.
+
+    On a GPU they are places in its queue: `Clock.seconds` alone makes durations of them.
+    """
 
     start: float
     forward: float
@@ -83,6 +90,7 @@ class Worker:
         self._clock = Clock(torch.device(self._device))
         self._inner = task.setting.inner
         cap = {} if task.cap_mb is None else {"bucket_cap_mb": task.cap_mb}
+        self._caps_bytes = DDP_DEFAULT_CAPS if task.cap_mb is None else (int(task.cap_mb * _MIB),)
         self._ddp: Any = self._peer.wrap(self._module, **cap)
         with contextlib.suppress(ImportError):
             # Half a second to a second, which some peers would pay here and some in the first step.
@@ -93,10 +101,11 @@ class Worker:
         self._handle: Any = None
         if algorithm is not None:
             self._handle = attach(self._ddp, self._optimizer, algorithm(**options))
+        self._update: Callable[[], object] = self._optimizer.step
         self._loss = torch.zeros(())
-        self._network = None
+        self._emulated = None
         if task.setting.emulated_ranks:
-            self._network = _Network(self, self._peer, task.setting.emulated_ranks)
+            self._emulated = _EmulatedTraining(self, self._peer, task.setting.emulated_ranks)
 
     # ---- training -----------------------------------------------------------------------------
 
@@ -113,8 +122,10 @@ class Worker:
     def steps(self, num_untimed: int, num_timed: int) -> list[StepTimes]:
         moments: list[Moments] = []
         for _ in range(num_untimed + num_timed):
-            is_queued = self._network is not None and moments
-            moments.append(self._step(start=moments[-1].stop if is_queued else None))
+            start = None
+            if self._emulated is not None and moments:
+                start = moments[-1].stop  # it is queued behind the step before
+            moments.append(self._step(start))
         self._clock.finish()
         return self._slowest_steps([self._times(m) for m in moments[num_untimed:]])
 
@@ -124,15 +135,15 @@ class Worker:
 
     def bucket_bytes(self) -> tuple[int, ...]:
         """Return the sizes of DDP's buckets, none for a peer that has no use for them."""
-        if not self._peer.has_buckets:
+        if not self._peer.has_reducer:
             return ()
         buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
         return tuple(bucket.buffer().nbytes for bucket in buckets)
 
     def reduce_alone(self, num_times: int) -> list[float]:
         """Reduce buckets of the same sizes, all launched at once, with nothing to compute."""
-        if self._network is not None:
-            return [sum(map(self._network.seconds, self.bucket_bytes()))] * num_times
+        if self._emulated is not None:
+            return [sum(map(self._emulated.seconds, self.bucket_bytes()))] * num_times
         buckets = [torch.zeros(size // 4, device=self._device) for size in self.bucket_bytes()]
         times = []
         for _ in range(num_times):
@@ -147,31 +158,37 @@ class Worker:
 
     def use_rate(self, gbit: float | None) -> None:
         """Give the emulated network a rate, None for no limit."""
-        assert self._network is not None
-        self._network.use_rate(gbit)
+        assert self._emulated is not None
+        self._emulated.use_rate(gbit)
 
-    def tune(self) -> dict[str, Any]:
-        """Find the best buckets again while training; return `outcome`, and the plan as JSON.
+    def tune(self) -> Tuned:
+        """Find the best buckets again while training.
 
-        How many steps that takes depends on what is found: a change is compared with before.
+        How many steps that takes depends on the buckets: a change is compared with before.
         """
-        if self._network is not None:
-            return {"outcome": self._network.tune()}
-        tuner = tuning.find_tuner(self._ddp)
+        if self._emulated is not None:
+            return Tuned(outcome=self._emulated.tune(), keeps_buckets=False)
+        tuner = tuner_module.find_tuner(self._ddp)
         if tuner is not None:  # steps so far may have been without communication
             self._finish_search(tuner)
             if tuner.best is not None:
-                plan = _with_caps(tuner.best, DDP_DEFAULT_CAPS)
-                indices = rebucket.indices_of(self._ddp, plan)
-                rebucket.take_back(self._ddp, indices, plan.caps_bytes)
-                self.steps(2, 0)
-            tuning.search_again(self._ddp)
+                self.take_buckets_back(tuner.best)
+            tuner_module.search_again(self._ddp)
         self._step()  # compiles, the first time, and makes what looks for buckets
-        tuner = tuning.find_tuner(self._ddp)
+        tuner = tuner_module.find_tuner(self._ddp)
         assert tuner is not None
         self._finish_search(tuner)
-        plan = {} if tuner.best is None else {"plan": tuner.best.to_json()}
-        return {"outcome": tuner.outcome, **plan}
+        return Tuned(
+            outcome=tuner.outcome,
+            keeps_buckets=tuner.outcome.startswith(STAY),
+            plan="" if tuner.best is None else tuner.best.to_json(),
+        )
+
+    def take_buckets_back(self, plan: BucketPlan) -> None:
+        """Give DDP the buckets that it would have made, in the arrival that a plan knows."""
+        plan = _with_caps(plan, self._caps_bytes)
+        rebucket.take_back(self._ddp, rebucket.indices_of(self._ddp, plan), plan.caps_bytes)
+        self.steps(2, 0)
 
     def _finish_search(self, tuner: Any) -> None:
         """Train until a search is over."""
@@ -186,7 +203,7 @@ class Worker:
 
         What is compiled stays as it is: it was cut finely. Then trains until DDP has rebuilt them.
         """
-        tuner = tuning.find_tuner(self._ddp)
+        tuner = tuner_module.find_tuner(self._ddp)
         assert tuner is not None
         assert tuner.best is not None, tuner.outcome
         plan = _with_caps(tuner.best, caps_bytes) if caps_bytes else tuner.best
@@ -229,16 +246,16 @@ class Worker:
         return used_s / _NUM_CPU_STEPS
 
     def profile(self, path: str = "") -> trace.Summary:
-        """Profile two steps on the emulated network; a path gets the trace."""
-        assert self._network is not None
+        """Profile `PROFILED_STEPS` steps on the emulated network; a path gets the trace."""
+        assert self._emulated is not None
         self.steps(1, 1)
-        intervals = self._network.network.intervals
+        intervals = self._emulated.network.intervals
         intervals.clear()
         activities = [ProfilerActivity.CPU]
         if self._device == "cuda":
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
-            for _ in range(2):
+            for _ in range(PROFILED_STEPS):
                 self._step()
             self._clock.finish()
         with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +265,7 @@ class Worker:
 
     def timeline(self) -> RecordedStep | None:
         """Record a step, with times after the end of its forward; every later step is slower."""
-        if not self._peer.has_buckets or self._handle is not None:
+        if not self._peer.has_reducer:
             return None
         with ddpopt.record(self._ddp) as recording:
             self.steps(1, 1)
@@ -257,7 +274,7 @@ class Worker:
     # ---- one step -----------------------------------------------------------------------------
 
     def _step(self, start: float | None = None) -> Moments:
-        if self._network is None:
+        if self._emulated is None:
             dist.barrier()
         now = self._clock.now
         start = now() if start is None else start
@@ -267,7 +284,7 @@ class Worker:
         with self._peer.around_backward(self._inner):
             loss.backward()
         backward = now()
-        self._optimizer.step()
+        self._update()
         self._optimizer.zero_grad()
         self._loss = loss.detach()
         return Moments(start, forward, backward, now())
@@ -275,11 +292,20 @@ class Worker:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda")
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._ddp, FSDPModule):
-            return _whole(self._ddp, self._optimizer)
-        alone: contextlib.AbstractContextManager[None] = self._ddp.no_sync()
-        return alone
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have no step of this block communicate."""
+        if isinstance(self._optimizer, ZeroRedundancyOptimizer):
+            self._update = self._optimizer.optim.step  # it sends what it has updated, this does not
+        try:
+            with (
+                _without_exchanges(self._ddp, self._optimizer)
+                if isinstance(self._ddp, FSDPModule)
+                else self._ddp.no_sync()
+            ):
+                yield
+        finally:
+            self._update = self._optimizer.step
 
     def _times(self, moments: Moments) -> StepTimes:
         start, forward, backward, stop = moments
@@ -300,8 +326,9 @@ class Worker:
         return values
 
     def _slowest_steps(self, steps: Sequence[StepTimes]) -> list[StepTimes]:
-        slowest = iter(self._slowest([time_s for step in steps for time_s in step]))
-        return [StepTimes(*(next(slowest) for _ in step)) for step in steps]
+        slowest = self._slowest([time_s for step in steps for time_s in step])
+        width = len(StepTimes._fields)
+        return [StepTimes(*slowest[k : k + width]) for k in range(0, len(slowest), width)]
 
     def _count_sections(self) -> int | None:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -330,7 +357,7 @@ def _with_caps(plan: BucketPlan, caps_bytes: Sequence[int]) -> BucketPlan:
     return dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, caps_bytes))
 
 
-class _Network:
+class _EmulatedTraining:
     """The emulated network of a worker, and the best buckets for it."""
 
     def __init__(self, worker: Worker, peer: Peer, num_ranks: int) -> None:
@@ -338,6 +365,7 @@ class _Network:
         self._worker = worker
         self._num_ranks = num_ranks
         self._profile: Any = None
+        self._plan: BucketPlan | None = None
         connect(worker._ddp, self.network)
         if peer.is_tuned:  # as its tuner does, where there is more than one rank
             state.get(worker._ddp).begin_search(is_provisional=False)
@@ -359,6 +387,8 @@ class _Network:
         """
         worker, rate = self._worker, self.network.rate
         if rate is None:
+            if self._plan is not None:
+                worker.take_buckets_back(self._plan)
             return "no limit, nothing to tune"
         if self._profile is None:
             alone = worker.lone_steps(3, 3)
@@ -367,15 +397,19 @@ class _Network:
                 statistics.median(step.forward_s for step in alone),
                 statistics.median(step.backward_s for step in alone),
             )
-        plan = plan_buckets(self._profile, rate.cost, rate.num_ranks)
-        rebucket.apply(worker._ddp, plan)
+        self._plan = plan_buckets(self._profile, rate.cost, rate.num_ranks)
+        rebucket.apply(worker._ddp, self._plan)
         worker.steps(3, 1)
-        return f"planned for the emulated network: {len(plan.buckets)} buckets"
+        return f"planned for the emulated network: {len(self._plan.buckets)} buckets"
 
 
 @contextlib.contextmanager
-def _whole(module: FSDPModule, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have FSDP2 exchange nothing in this block: parameters stay whole, updates are by zeros."""
+def _without_exchanges(module: FSDPModule, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have FSDP2 exchange nothing in this block.
+
+    Parameters stay gathered, and gradients are not reduced. The optimizer would skip parameters
+    that have none, so it gets zeros, and does its usual work.
+    """
     zeros = [(p, torch.zeros_like(p)) for group in optimizer.param_groups for p in group["params"]]
 
     def give_gradients(*_: object) -> None:

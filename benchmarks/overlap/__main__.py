@@ -24,7 +24,13 @@ from typing import Any
 from benchmarks.harness.cluster import FREE
 from benchmarks.harness.models import find_model
 from benchmarks.harness.peers import PEERS, find_peer
-from benchmarks.harness.session import Session, make_parser, names, open_session
+from benchmarks.harness.session import (
+    Session,
+    make_parser,
+    open_session,
+    parse_budgeted,
+    split_names,
+)
 from benchmarks.harness.teams import Team
 from benchmarks.overlap import figures, report, rounds
 from benchmarks.overlap.report import Compilation, Cost
@@ -39,17 +45,14 @@ _QUICK: dict[str, Any] = {
     "budget_s": 5.0,
     "inner": "aot_eager",
 }
-# Those with other options of DDP's are asked for by name; one needs torch 2.15.
-_PEERS = [name for name in PEERS if name not in ("views", "lazy")]
 _LOSS_TOLERANCES = {"cpu": 1e-3, "cuda": 0.02}  # on a GPU losses are bfloat16's
-
 
 _Open = Callable[[str], contextlib.AbstractContextManager[Team]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class _Run:
-    """What is found for one model and cap after the other."""
+    """Measures one model and cap after the other, and keeps what was measured."""
 
     session: Session
     compilations: list[Compilation] = dataclasses.field(default_factory=list)
@@ -71,22 +74,24 @@ class _Run:
             session.set_rate(FREE)
             is_emulated = bool(session.setting.emulated_ranks)
             start = _start_at_once if is_emulated else _start_cold_then_warm
-            found = start(session, open_, stack)
-            cells = [
-                cell
-                for rate in session.args.rates
-                if session.teams and (cell := _measure_cell(session, model, cap, rate))
-            ]
+            compilations = start(session, open_, stack, model, cap)
+            cells = []
+            for rate in session.args.rates:
+                cell = _measure_cell(session, model, cap, rate) if session.teams else None
+                if cell is not None:  # as it is if all peers fail
+                    cells.append(cell)
+            compilations = {
+                peer: _after_all_rates(session, compilation)
+                for peer, compilation in compilations.items()
+            }
             if is_emulated:
-                self.costs[session.where] = dict(_measure_costs(session))
+                title = f"{session.where}, {session.args.rates[-1]}"
+                self.costs[title] = dict(_measure_costs(session))
             else:
-                found = {name: _count_recompiles(session, name, own) for name, own in found.items()}
                 # Last, because what they record with slows later steps.
                 cells = [_add_timelines(session, cell) for cell in cells]
             session.teams.clear()
-        self.compilations.extend(
-            own._replace(model=model, cap=cap, peer=peer) for peer, own in found.items()
-        )
+        self.compilations.extend(compilations.values())
         self.cells.extend(cells)
 
     def write(self) -> None:
@@ -94,83 +99,99 @@ class _Run:
             return
         output = self.session.args.output
         pictures = figures.draw(self.cells, output)
-        found = {"cells": self.cells, "compilations": self.compilations, "costs": self.costs}
+        measured = {"cells": self.cells, "compilations": self.compilations, "costs": self.costs}
         lines = report.lines(self.compilations, self.cells, self.costs, pictures)
-        self.session.write(found, list(lines))
+        self.session.write(measured, list(lines))
 
     def losses(self) -> dict[str, dict[str, float]]:
         """Return losses, which are equal for all peers of a model and cap.
 
         Those of the fourth step tell whether gradients were reduced.
         """
-        found: dict[str, dict[str, float]] = {}
-        for own in self.compilations:
-            where = f"{own.model}, cap {own.cap}"
-            found.setdefault(f"{where}, first step", {})[own.peer] = own.loss
-            found.setdefault(f"{where}, fourth step", {})[own.peer] = own.later_loss
-        return found
+        losses: dict[str, dict[str, float]] = {}
+        for compilation in self.compilations:
+            where, peer = f"{compilation.model}, cap {compilation.cap}", compilation.peer
+            losses.setdefault(f"{where}, first step", {})[peer] = compilation.loss
+            losses.setdefault(f"{where}, fourth step", {})[peer] = compilation.later_loss
+        return losses
 
 
 # ---- starting: all peers, to stay; those that fail are left out -------------------------------
 
 
 def _start_cold_then_warm(
-    session: Session, open_: _Open, stack: contextlib.ExitStack
+    session: Session, open_: _Open, stack: contextlib.ExitStack, model: str, cap: str
 ) -> dict[str, Compilation]:
-    """Start each in processes that go, with an empty cache, and again with the filled one."""
-    found = {}
+    """Compile each peer twice, and keep the second processes.
+
+    The first have an empty cache, and are stopped; the second have what those left in it.
+    """
+    compilations = {}
     for peer in session.args.peers:
         with session.failing(peer), open_(peer) as team:
             team.wait_until_ready()
-            first, facts = team.ask("first_steps"), team.ask("facts")
-            num_buckets = len(team.ask("bucket_bytes"))
-            losses = first.loss, first.later_loss
-            found[peer] = Compilation(*losses, num_buckets, first.compile_s, facts=facts)
+            first = team.ask("first_steps")
+            compilations[peer] = Compilation(
+                model=model,
+                cap=cap,
+                peer=peer,
+                loss=first.loss,
+                later_loss=first.later_loss,
+                cold_s=first.compile_s,
+                facts=team.ask("facts"),
+            )
             session.say(f"{session.where}, {peer}: compiled in {first.compile_s:.1f} s")
-    for peer in found:
+    for peer in compilations:
         session.teams[peer] = stack.enter_context(open_(peer))
-    for peer in found:
+    for peer in compilations:
         with session.failing(peer):
             session.teams[peer].wait_until_ready()
     for peer, team in list(session.teams.items()):  # each compiles while the others wait
         with session.failing(peer):
             warm_s = team.ask("first_steps").compile_s
-            found[peer] = found[peer]._replace(warm_s=warm_s, peak_mb=team.ask("peak_mb"))
+            compilations[peer] = compilations[peer]._replace(warm_s=warm_s)
             team.ask("lone_steps", 2, 0)
-    return found
+    return compilations
 
 
 def _start_at_once(
-    session: Session, open_: _Open, stack: contextlib.ExitStack
+    session: Session, open_: _Open, stack: contextlib.ExitStack, model: str, cap: str
 ) -> dict[str, Compilation]:
     """Have all compile beside each other: there is one process for each, and none is timed."""
     for peer in session.args.peers:
         session.teams[peer] = stack.enter_context(open_(peer))
 
-    def first_steps(team: Team) -> Compilation:
+    def compile_(peer: str, team: Team) -> Compilation:
         team.wait_until_ready()
-        first, buckets = team.ask("first_steps"), team.ask("bucket_bytes")
-        return Compilation(first.loss, first.later_loss, len(buckets), first.compile_s)
+        first = team.ask("first_steps")
+        return Compilation(
+            model=model,
+            cap=cap,
+            peer=peer,
+            loss=first.loss,
+            later_loss=first.later_loss,
+            cold_s=first.compile_s,
+        )
 
-    found = {}
+    compilations = {}
     with ThreadPoolExecutor(len(session.teams)) as pool:
-        asked = {name: pool.submit(first_steps, team) for name, team in session.teams.items()}
-    for peer, future in asked.items():
+        futures = {peer: pool.submit(compile_, peer, team) for peer, team in session.teams.items()}
+    for peer, future in futures.items():
         with session.failing(peer):
-            found[peer] = future.result()
-    return found
+            compilations[peer] = future.result()
+    return compilations
 
 
 # ---- measuring --------------------------------------------------------------------------------
 
 
 def _measure_cell(session: Session, model: str, cap: str, rate: str) -> Cell | None:
-    shown_rate = session.set_rate(rate)
+    session.set_rate(rate)
     for name, team in list(session.teams.items()):
         if find_peer(name)[0].is_tuned:
             with session.failing(name):
-                session.say(f"{session.where}, {rate}, {name}: {team.ask('tune')['outcome']}")
-    cell = rounds.measure(session, model, cap, shown_rate)
+                session.say(f"{session.where}, {rate}, {name}: {team.ask('tune').outcome}")
+    cell = rounds.measure(session, model, cap, rate)
     if cell is not None:
         medians = {name: peer.times["iteration_s"].median for name, peer in cell.peers.items()}
         shown = ", ".join(f"{name} {median_s * 1e3:.0f}" for name, median_s in medians.items())
@@ -185,20 +206,30 @@ def _measure_costs(session: Session) -> Iterator[tuple[str, Cost]]:
             yield name, Cost(cpu_s * 1e3, seen, peak_mb)
 
 
-def _count_recompiles(session: Session, name: str, own: Compilation) -> Compilation:
-    """Return it with all of the run; a peer that has failed keeps those of its first steps."""
-    if name in session.teams and own.facts is not None:
-        with session.failing(name):
-            num_recompiles = session.teams[name].ask("facts").num_recompiles
-            return own._replace(facts=own.facts._replace(num_recompiles=num_recompiles))
-    return own
+def _after_all_rates(session: Session, compilation: Compilation) -> Compilation:
+    """Add what holds of a peer in the end: its buckets, memory, and the whole run's recompiles.
+
+    Tuned buckets are those of the last rate. A peer that has failed by now has none of these.
+    """
+    team = session.teams.get(compilation.peer)
+    if team is None:
+        return compilation
+    with session.failing(compilation.peer):
+        compilation = compilation._replace(num_buckets=len(team.ask("bucket_bytes")))
+        if compilation.facts is not None:
+            num_recompiles = team.ask("facts").num_recompiles
+            facts = compilation.facts._replace(num_recompiles=num_recompiles)
+            compilation = compilation._replace(facts=facts, peak_mb=team.ask("peak_mb"))
+    return compilation
 
 
 def _add_timelines(session: Session, cell: Cell) -> Cell:
-    session.set_rate(cell.rate.partition(" ")[0])
+    session.set_rate(cell.rate)
     peers = dict(cell.peers)
     for name, team in list(session.teams.items()):
         with session.failing(name):
+            if find_peer(name)[0].is_tuned:
+                team.ask("tune")  # its buckets are those of another rate
             peers[name] = dataclasses.replace(peers[name], timeline=team.ask("timeline"))
     return dataclasses.replace(cell, peers=peers)
 
@@ -208,20 +239,32 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     defaults = {"rates": rates, "ranks": 2, "rounds": 15, "budget_s": 50.0}
     parser = make_parser("benchmarks.overlap", __doc__, **defaults)
     add = parser.add_argument
-    add("--models", type=names, default=["gpt"], help="see `python -m benchmarks.harness.models`")
-    add("--caps", type=names, default=["default"], help="DDP's bucket_cap_mb")
-    add("--peers", type=names, default=_PEERS, help="NAME or NAME:option=value")
+    add(
+        "--models",
+        type=split_names,
+        default=["gpt"],
+        help="see `python -m benchmarks.harness.models`",
+    )
+    add("--caps", type=split_names, default=["default"], help="DDP's bucket_cap_mb")
+    add("--peers", type=split_names, help="NAME or NAME:option=value; most, if none is named")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: with --emulated-ranks")
     add("--emulated-ranks", type=int, default=0, help="of a ring, for one rank on a device")
-    args = parser.parse_args(arguments)
-    if args.quick:
-        vars(args).update(_QUICK)
+    args = parse_budgeted(parser, arguments, _QUICK)
     if args.device == "cuda" and not args.emulated_ranks:
         parser.error("a GPU has an emulated network: give --emulated-ranks")
     for model in args.models:
         find_model(model)
+    if args.peers is None:
+        args.peers = [
+            peer.name
+            for peer in PEERS.values()
+            if peer.is_default and (peer.has_reducer or not args.emulated_ranks)
+        ]
     for peer in args.peers:
-        find_peer(peer)
+        if args.emulated_ranks and not find_peer(peer)[0].has_reducer:
+            parser.error(
+                f"the peer {peer} has no Reducer of DDP's, whose comm hook is the emulated network"
+            )
     return args
 
 

@@ -14,6 +14,7 @@ from ddpopt.inspection.recording import RecordedStep
 _WIDE = 10  # times the fastest, from where on the axis is logarithmic
 _MB = 1e6
 _WAITING, _REDUCING, _READY, _END = "#d9a441", "#3b75af", "#222222", "#b03a2e"
+_LABELS = ("waiting to be launched", "reducing", "gradients ready")
 
 _BARS = "Bars: medians over rounds. Lines on top of them: quartiles. Shorter is better."
 
@@ -28,7 +29,7 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[str]:
     if pyplot() is None:
         return pictures
     for cell in cells:
-        stem = f"timeline-{cell.model}-{cell.cap}-{cell.rate.partition(' ')[0]}"
+        stem = f"timeline-{cell.model}-{cell.cap}-{cell.rate}"
         _draw_timelines(cell, folder / f"{stem.replace(':', '.')}.png")
     for model in dict.fromkeys(cell.model for cell in cells):
         pictures.append(f"{model.replace(':', '.')}.png")
@@ -53,26 +54,24 @@ def _draw_timelines(cell: Cell, path: Path) -> None:
         _draw_timeline(panel, label(name, PEERS), timeline)
     panels[0, 0].set_xlim(left=0)
     panels[-1, 0].set_xlabel("ms from the start of backward")
-    title = ", ".join([cell.model, label_of_cap(cell.cap), label_of_rate(cell.rate)])
+    title = ", ".join([cell.model, label_of_cap(cell.cap), label_of_rate(cell.shown_rate)])
     figure.suptitle(f"Each bucket of one backward: {title}", fontsize=11)
     save(figure, path, panels[0, 0], num_columns=4, bottom=0.05)
 
 
 def _draw_timeline(panel: Any, title: str, timeline: RecordedStep) -> None:
-    rows = range(len(timeline.buckets))
-    lives = [
-        (1e3 * b.ready_s, 1e3 * b.launched_s, 1e3 * (b.finished_s or b.launched_s))
-        for b in timeline.buckets
-    ]
-    ready, launched, finished = zip(*lives, strict=True)
-    waits = [b - a for a, b in zip(ready, launched, strict=True)]
-    reductions = [b - a for a, b in zip(launched, finished, strict=True)]
-    panel.barh(rows, waits, 0.4, left=ready, color=_WAITING, label="waiting to be launched")
-    panel.barh(rows, reductions, 0.8, left=launched, color=_REDUCING, label="reducing")
-    panel.plot(ready, rows, "|", color=_READY, markersize=8, label="gradients ready")
+    for row, bucket in enumerate(timeline.buckets):
+        ready_ms, launched_ms = 1e3 * bucket.ready_s, 1e3 * bucket.launched_s
+        # Without an end it has no length: nobody saw its allreduce finish.
+        finished_ms = launched_ms if bucket.finished_s is None else 1e3 * bucket.finished_s
+        waiting_ms, reducing_ms = launched_ms - ready_ms, finished_ms - launched_ms
+        waiting, reducing, ready = _LABELS if row == 0 else ("", "", "")  # once in the legend
+        panel.barh(row, waiting_ms, 0.4, left=ready_ms, color=_WAITING, label=waiting)
+        panel.barh(row, reducing_ms, 0.8, left=launched_ms, color=_REDUCING, label=reducing)
+        panel.plot([ready_ms], [row], "|", color=_READY, markersize=8, label=ready)
     panel.axvline(1e3 * timeline.backward_s, color=_END, linewidth=1.2, label="backward ends")
     sizes = [f"{bucket.index}: {bucket.num_bytes / _MB:.1f} MB" for bucket in timeline.buckets]
-    panel.set_yticks(rows, sizes, fontsize=6)
+    panel.set_yticks(range(len(sizes)), sizes, fontsize=6)
     panel.invert_yaxis()
     panel.set_title(f"{title}: {timeline.backward_s * 1e3:.0f} ms", fontsize=9, loc="left")
 
@@ -106,4 +105,4 @@ def _plot_cells(panel: Any, cells: Sequence[Cell]) -> None:
         bound_ms = cell.bounds.bound_s * 1e3
         named = {"label": "bound: perfect overlap"} if place == 0 else {}
         panel.hlines(bound_ms, place - 0.45, place + 0.45, "black", **named)
-    panel.set_xticks(range(len(cells)), [label_of_rate(cell.rate) for cell in cells])
+    panel.set_xticks(range(len(cells)), [label_of_rate(cell.shown_rate) for cell in cells])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness.peers import PEERS, label
 from benchmarks.harness.report import Spread, table_of
-from benchmarks.harness.teams import Facts
+from benchmarks.harness.teams import PROFILED_STEPS, Facts
 from benchmarks.harness.trace import Summary
 from benchmarks.overlap.rounds import Cell, Measured
 
@@ -16,28 +16,33 @@ _MB = 1e6
 
 
 class Compilation(NamedTuple):
-    """What compiling one model for one cap did: fresh processes, with empty and filled caches.
+    """One peer's first steps with one model and cap, and what it is after all rates.
 
-    On an emulated network peers compile beside each other, once, and nothing is counted.
+    `cold_s` is the time for compiling with an empty cache, `warm_s` with a filled one. On an
+    emulated network peers compile beside each other, once, and have no `facts`. A peer that fails
+    on the way has no buckets and no `peak_mb`.
     """
 
+    model: str
+    cap: str
+    peer: str
     loss: float
     later_loss: float
-    num_buckets: int
     cold_s: float
     warm_s: float | None = None
-    peak_mb: float = 0.0
     facts: Facts | None = None
-    model: str = ""
-    cap: str = ""
-    peer: str = ""
+    num_buckets: int | None = None
+    peak_mb: float | None = None
 
 
 class Cost(NamedTuple):
-    """What a step of a peer costs on a device, beside its time; `seen` is a profile of two."""
+    """What a step of a peer costs on a device, beside its time.
+
+    `profiled` is of `PROFILED_STEPS` steps.
+    """
 
     cpu_ms: float
-    seen: Summary
+    profiled: Summary
     peak_mb: float
 
 
@@ -53,10 +58,13 @@ def lines(
     for (model, cap), group in itertools.groupby(compilations, key=lambda c: (c.model, c.cap)):
         title = f"{model}, cap {cap}"
         yield from ("", f"## {title}", "", *_compilation_table(list(group)))
-        for cell in (cell for cell in cells if (cell.model, cell.cap) == (model, cap)):
-            yield from ("", f"### {title}, {cell.rate}", "", *_cell_table(cell))
-        if title in costs:
-            yield from ("", f"### {title}, costs", "", *table_of("peer", costs[title], _COSTS))
+        for cell in cells:
+            if (cell.model, cell.cap) == (model, cap):
+                yield from ("", f"### {title}, {cell.shown_rate}", "", *_cell_table(cell))
+        for title_of_costs, by_peer in costs.items():
+            if title_of_costs.startswith(f"{title}, "):
+                table = table_of("peer", by_peer, _COSTS)
+                yield from ("", f"### {title_of_costs}: costs of a step", "", *table)
     if pictures:
         yield ""
         yield from (f"![{path.removesuffix('.png')}]({path})" for path in pictures)
@@ -90,25 +98,33 @@ def _milliseconds(column: str, *, with_spread: bool = False) -> Callable[[Measur
 
 
 def _ratio(value: Spread | None) -> str:
-    return "-" if value is None else f"{value.median:.3f}"
+    return _number_or_dash(None if value is None else value.median, ".3f")
+
+
+def _number_or_dash(number: float | None, layout: str) -> str:
+    return "-" if number is None else format(number, layout)
+
+
+def _a_step(profiled_ms: float) -> str:
+    return f"{profiled_ms / PROFILED_STEPS:.1f}"
 
 
 _AT_ONCE: dict[str, Callable[[Compilation], str]] = {
-    "buckets": lambda own: str(own.num_buckets),
-    "first step s, beside the others'": lambda own: f"{own.cold_s:.1f}",
-    "first loss": lambda own: f"{own.loss:.5f}",
+    "buckets": lambda compilation: str(compilation.num_buckets or "-"),
+    "compile s, beside the others": lambda compilation: f"{compilation.cold_s:.1f}",
+    "first loss": lambda compilation: f"{compilation.loss:.5f}",
 }
 _COLD_AND_WARM: dict[str, Callable[[Any], str]] = {
-    "graphs": lambda own: str(own.facts.num_graphs),
-    "sections": lambda own: str(own.facts.num_sections or "-"),
-    "kernels": lambda own: str(own.facts.num_kernels),
-    "kernel calls": lambda own: str(own.facts.num_kernel_calls),
-    "buckets": lambda own: str(own.num_buckets or "-"),
-    "recompiles": lambda own: str(own.facts.num_recompiles),
-    "compile s, cold": lambda own: f"{own.cold_s:.1f}",
-    "warm": lambda own: "-" if own.warm_s is None else f"{own.warm_s:.1f}",
-    "peak memory MB": lambda own: f"{own.peak_mb:.0f}",
-    "first loss": lambda own: f"{own.loss:.5f}",
+    "graphs": lambda compilation: str(compilation.facts.num_graphs),
+    "sections": lambda compilation: str(compilation.facts.num_sections or "-"),
+    "kernels": lambda compilation: str(compilation.facts.num_kernels),
+    "kernel calls": lambda compilation: str(compilation.facts.num_kernel_calls),
+    "buckets": lambda compilation: str(compilation.num_buckets or "-"),
+    "recompiles": lambda compilation: str(compilation.facts.num_recompiles),
+    "compile s, cold": lambda compilation: f"{compilation.cold_s:.1f}",
+    "warm": lambda compilation: _number_or_dash(compilation.warm_s, ".1f"),
+    "peak memory MB": lambda compilation: _number_or_dash(compilation.peak_mb, ".0f"),
+    "first loss": lambda compilation: f"{compilation.loss:.5f}",
 }
 _TIMES: dict[str, Callable[[Measured], str]] = {
     "iteration ms": _milliseconds("iteration_s", with_spread=True),
@@ -123,9 +139,9 @@ _TIMES: dict[str, Callable[[Measured], str]] = {
     "over bound": lambda peer: f"{peer.over_bound:+.0%}",
 }
 _COSTS: dict[str, Callable[[Cost], str]] = {
-    "CPU ms a step": lambda cost: f"{cost.cpu_ms:.1f}",
-    "gaps ms": lambda cost: f"{cost.seen.gaps_ms:.1f}",
-    "communication ms": lambda cost: f"{cost.seen.communication_ms:.1f}",
-    "hidden ms": lambda cost: f"{cost.seen.hidden_ms:.1f}",
+    "CPU ms": lambda cost: f"{cost.cpu_ms:.1f}",
+    "gaps ms": lambda cost: _a_step(cost.profiled.gaps_ms),
+    "communication ms": lambda cost: _a_step(cost.profiled.communication_ms),
+    "hidden ms": lambda cost: _a_step(cost.profiled.hidden_ms),
     "peak MB": lambda cost: f"{cost.peak_mb:.0f}",
 }

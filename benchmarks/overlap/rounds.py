@@ -35,8 +35,8 @@ class Turn(NamedTuple):
 class Measured:
     """One peer in one cell: the spread of each value of its turns, over the rounds.
 
-    Ratios are those of the rounds, None where the other peer is not measured. `over_bound` is by
-    how much of the bound an iteration is longer.
+    Ratios are those of the rounds, None where the other peer is not measured. `over_bound` is the
+    time by which an iteration is longer than the bound, as a part of the bound.
     """
 
     times: Mapping[str, Spread]
@@ -49,11 +49,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What no peer can beat.
+    """What no peer with the same buckets can beat.
 
     `compute_s` is the best iteration without communication, that of `compute_peer`.
-    `communication_s` is how long buckets of the same sizes take to be reduced with nothing to
-    compute, at `megabits_per_s` sent by each rank.
+    `communication_s` is how long buckets of the first peer's sizes take to be reduced with nothing
+    to compute, at `megabits_per_s` sent by each rank. Tuned peers may have other buckets.
     """
 
     compute_s: float
@@ -70,25 +70,34 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One model, cap and rate; a round has `num_steps` timed steps of each peer."""
+    """One model, cap and rate; a round has `num_steps` timed steps of each peer.
+
+    `rate` is the one that was asked for; the network may have had none, as on loopback.
+    """
 
     model: str
     cap: str
     rate: str
+    is_applied: bool
     num_rounds: int
     num_steps: int
     bounds: Bounds
     peers: dict[str, Measured]
 
+    @property
+    def shown_rate(self) -> str:
+        """The rate as tables have it."""
+        return self.rate if self.is_applied else f"{self.rate} (not applied)"
+
 
 def measure(session: Session, model: str, cap: str, rate: str) -> Cell | None:
     """Measure all teams at the rate that the network has; None if all fail."""
-    reducer, bucket_bytes = _find_reducer(session)
-    num_timed, num_rounds = _plan_rounds(session, reducer)
+    reducing_peer, bucket_bytes = _find_reducing_peer(session)
+    num_timed, num_rounds = _plan_rounds(session, reducing_peer)
     communication_s: list[float] = []
 
     def reduce_alone() -> None:
-        communication_s.extend(_reduce_alone(session, reducer, num_timed))
+        communication_s.extend(_reduce_alone(session, reducing_peer, num_timed))
 
     def take(name: str) -> Turn:
         return _take_turn(session.teams[name], 1, num_timed)
@@ -102,6 +111,7 @@ def measure(session: Session, model: str, cap: str, rate: str) -> Cell | None:
         model=model,
         cap=cap,
         rate=rate,
+        is_applied=session.applies_rates,
         num_rounds=num_rounds,
         num_steps=num_timed,
         bounds=bounds,
@@ -109,8 +119,8 @@ def measure(session: Session, model: str, cap: str, rate: str) -> Cell | None:
     )
 
 
-def _find_reducer(session: Session) -> tuple[str, tuple[int, ...]]:
-    """Return the first team that has DDP's buckets, and their sizes."""
+def _find_reducing_peer(session: Session) -> tuple[str, tuple[int, ...]]:
+    """Return the first peer that has DDP's buckets, and their sizes; empty if there is none."""
     for name, team in list(session.teams.items()):
         with session.failing(name):
             if bucket_bytes := team.ask("bucket_bytes"):
@@ -118,25 +128,25 @@ def _find_reducer(session: Session) -> tuple[str, tuple[int, ...]]:
     return "", ()
 
 
-def _reduce_alone(session: Session, reducer: str, num_times: int) -> list[float]:
+def _reduce_alone(session: Session, peer: str, num_times: int) -> list[float]:
     """Return the median of some reductions, nothing if there is nobody to make them."""
-    if reducer in session.teams:
-        with session.failing(reducer):
-            return [statistics.median(session.teams[reducer].ask("reduce_alone", num_times))]
+    if peer in session.teams:
+        with session.failing(peer):
+            return [statistics.median(session.teams[peer].ask("reduce_alone", num_times))]
     return []
 
 
-def _plan_rounds(session: Session, reducer: str) -> tuple[int, int]:
+def _plan_rounds(session: Session, reducing_peer: str) -> tuple[int, int]:
     """Return how many steps of a turn are timed, and how many rounds fit the budget.
 
     A first round, which does not count, tells.
     """
-    communication_s = sum(_reduce_alone(session, reducer, 1))
+    communication_s = sum(_reduce_alone(session, reducing_peer, 1))
     teams = session.teams
-    found = session.take_turns(list(teams), 1, lambda name: _take_turn(teams[name], 0, 1))
-    taken = [turn for turns in found.values() for turn in turns]
-    num_timed = 1 if any(turn.iteration_s > _LONG_STEP_S for turn in taken) else 2
-    step_s = sum(turn.iteration_s + turn.alone_s for turn in taken)
+    first_round = session.take_turns(list(teams), 1, lambda name: _take_turn(teams[name], 0, 1))
+    turns = [turn for of_peer in first_round.values() for turn in of_peer]
+    num_timed = 1 if any(turn.iteration_s > _LONG_STEP_S for turn in turns) else 2
+    step_s = sum(turn.iteration_s + turn.alone_s for turn in turns)
     round_s = (1 + num_timed) * step_s + num_timed * communication_s
     fitting = int(session.args.budget_s / max(round_s, 1e-3))
     return num_timed, min(session.args.rounds, max(_MIN_ROUNDS, fitting))
@@ -160,7 +170,7 @@ def _bounds(
     num_ranks: int,
 ) -> Bounds:
     alone = {
-        name: statistics.median(turn.alone_s for turn in taken) for name, taken in turns.items()
+        name: statistics.median(turn.alone_s for turn in of_peer) for name, of_peer in turns.items()
     }
     best = min(alone, key=lambda name: alone[name])
     whole_s = statistics.median(communication_s or [0.0])
@@ -179,9 +189,9 @@ def _measured(turns: Mapping[str, Sequence[Turn]], name: str, bound_s: float) ->
     def column(peer: str, what: str) -> list[float]:
         return [getattr(turn, what) for turn in turns.get(peer, ())]
 
-    def ratio(own: str, base: str, what: str) -> Spread | None:
-        mine, theirs = column(own, what), column(base, what)
-        return ratios(mine, theirs) if mine and theirs else None
+    def ratio(numerator: str, denominator: str, what: str) -> Spread | None:
+        above, below = column(numerator, what), column(denominator, what)
+        return ratios(above, below) if above and below else None
 
     times = {what: spread(column(name, what)) for what in Turn._fields}
     return Measured(

@@ -17,17 +17,18 @@ from typing import NamedTuple
 
 from benchmarks.harness.cluster import FREE
 from benchmarks.harness.models import find_model
-from benchmarks.harness.report import table, write_run
-from benchmarks.harness.session import Session, make_parser, names, open_session
+from benchmarks.harness.report import table
+from benchmarks.harness.session import Session, make_parser, open_session, split_names
 from benchmarks.harness.teams import Team, TeamError
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan
 
 _MIB = 1024 * 1024
 _NUM_STEPS = 2
+_AUTO, _DEFAULT = "auto", "default"
 _CHOICES: dict[str, tuple[int, ...]] = {
-    "auto": (),
-    "default": DDP_DEFAULT_CAPS,
-    **{f"{cap:g} MB": (int(cap * _MIB),) for cap in (0.5, 1, 4, 8, 16, 1000)},
+    _AUTO: (),  # the plan's
+    _DEFAULT: DDP_DEFAULT_CAPS,
+    **{f"{cap:g} MiB": (int(cap * _MIB),) for cap in (0.5, 1, 4, 8, 16, 1000)},
 }
 
 
@@ -53,18 +54,21 @@ class Row(NamedTuple):
 
 
 class Cell(NamedTuple):
+    """All choices for one model at one rate, `outcome` is the search's decision in words."""
+
     model: str
     rate: str
     num_ranks: int
     outcome: str
-    rows: list[Row]
+    keeps_buckets: bool
+    rows: dict[str, Row]
 
 
 def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
     """Tune, and measure all choices in turns."""
     tuned = team.ask("tune")
-    if "plan" not in tuned:
-        raise TeamError(f"{model} at {rate} was not tuned: {tuned['outcome']}")
+    if not tuned.plan:
+        raise TeamError(f"{model} at {rate} was not tuned: {tuned.outcome}")
     plans: dict[str, BucketPlan] = {}
     times: dict[str, list[float]] = {name: [] for name in _CHOICES}
     for _ in range(session.args.rounds):
@@ -72,11 +76,18 @@ def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
             plans[name] = BucketPlan.from_json(team.ask("use_caps", caps))
             steps = team.ask("steps", 0, _NUM_STEPS)
             times[name].append(statistics.median(step.backward_s for step in steps))
-    rows = [
-        Row(name, len(plan.buckets), times[name], plan.timeline().backward_s)
+    rows = {
+        name: Row(name, len(plan.buckets), times[name], plan.timeline().backward_s)
         for name, plan in plans.items()
-    ]
-    return Cell(model, rate, session.cluster.num_ranks, tuned["outcome"], rows)
+    }
+    return Cell(
+        model=model,
+        rate=rate if session.applies_rates else f"{rate} (not applied)",
+        num_ranks=session.cluster.num_ranks,
+        outcome=tuned.outcome,
+        keeps_buckets=tuned.keeps_buckets,
+        rows=rows,
+    )
 
 
 def report(cells: Sequence[Cell]) -> str:
@@ -84,23 +95,22 @@ def report(cells: Sequence[Cell]) -> str:
         "model", "ranks", "rate", "auto, backward ms", "best cap", "default", "auto / best cap",
         "auto / default", "predicted / measured backward: auto", "all, worst", "decision",
     )  # fmt: skip
-    return "\n".join(table(header, map(_shown, cells))) + "\n"
+    return "\n".join(table(header, map(_table_row, cells))) + "\n"
 
 
-def _shown(cell: Cell) -> Sequence[str]:
-    auto, default, *_ = cell.rows
-    # Where it stays with DDP's buckets, those are what one gets.
-    if cell.outcome.startswith("buckets stay"):
-        auto = default
-    caps = cell.rows[1:]
+def _table_row(cell: Cell) -> Sequence[str]:
+    default = cell.rows[_DEFAULT]
+    # Where the search keeps DDP's buckets, those are what one gets.
+    auto = default if cell.keeps_buckets else cell.rows[_AUTO]
+    caps = [row for name, row in cell.rows.items() if name != _AUTO]
     best = min(caps, key=lambda row: row.backward_s)
     # The best of several in the very rounds that are compared would be the luckiest of them: so
     # compare with the cap that was best in the other half of the rounds, for both halves.
     to_best = []
     for half in (0, 1):
-        luckless = min(caps, key=lambda row: row.backward_in(half))
-        to_best.append(auto.backward_in(1 - half) / luckless.backward_in(1 - half))
-    worst = max(cell.rows, key=lambda row: abs(row.prediction - 1))
+        best_in_half = min(caps, key=lambda row: row.backward_in(half))
+        to_best.append(auto.backward_in(1 - half) / best_in_half.backward_in(1 - half))
+    worst = max(cell.rows.values(), key=lambda row: abs(row.prediction - 1))
     return (
         cell.model,
         str(cell.num_ranks),
@@ -117,9 +127,10 @@ def _shown(cell: Cell) -> Sequence[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and return 1 if some model could not be tuned."""
     defaults = {"rates": ["1gbit", FREE], "ranks": 2, "rounds": 3}
     parser = make_parser("benchmarks.overlap.tuning", __doc__, **defaults)
-    parser.add_argument("--models", type=names, default=["gpt"])
+    parser.add_argument("--models", type=split_names, default=["gpt"])
     args = parser.parse_args(arguments)
     for model in args.models:
         find_model(model)
@@ -129,14 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session.where = model
             session.set_rate(FREE)
             caches = session.setting.folder / model
-            with session.failing("auto"), session.open("auto", model, None, caches) as team:
+            with session.failing(_AUTO), session.open(_AUTO, model, None, caches) as team:
                 team.wait_until_ready()
                 for rate in args.rates:
                     session.set_rate(rate)
                     cells.append(measure(team, model, rate, session))
                     session.say(f"{model}, {rate}: {cells[-1].outcome}\n{report(cells[-1:])}")
-            write_run(args.output / "tuning", session.facts, {"cells": cells}, ["", report(cells)])
-        return 1 if session.failures else 0
+            if session.is_first:
+                session.write({"cells": cells}, ["", report(cells)])
+        return session.end({})
 
 
 if __name__ == "__main__":

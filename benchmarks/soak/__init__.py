@@ -1,1 +1,1 @@
-"""What long runs and many models leave behind."""
+"""What a long run leaves behind."""

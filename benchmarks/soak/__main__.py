@@ -22,56 +22,72 @@ from pathlib import Path
 from benchmarks.harness.cluster import open_cluster
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.report import table
-from benchmarks.harness.session import names
+from benchmarks.harness.session import split_names
 from benchmarks.harness.teams import Setting, TeamError, open_team
-from benchmarks.soak.census import MEASURES, PERIODS_COMPARED, Counts, find_growth, growth_of
+from benchmarks.soak.census import PERIODS_COMPARED, Counts, find_growth, growth_of
 
 _PEERS = ["eager", "nosplit", "forward", "backward"]
 _UNSPLIT = "nosplit"
-_NUM_COUNTS, _NUM_PERIODS = 32, 8  # so that each quarter has the same places in a period
+_NUM_COUNTS, _NUM_PERIODS = 32, 8  # so that each quarter has the same steps of a period
 
-Series = list[list[Counts]]  # the counts of each rank
+SeriesByRank = list[list[Counts]]  # the counts of each rank, in order
 
 
-def soak(peer: str, num_steps: int) -> Series:
+def soak(peer: str, num_steps: int) -> SeriesByRank:
     """Train on two ranks on loopback; raises TeamError if one fails."""
-    each = max(1, num_steps // _NUM_COUNTS)
-    period = each * _NUM_COUNTS // _NUM_PERIODS
-    taken: list[list[Counts]] = []
+    steps_a_count = max(1, num_steps // _NUM_COUNTS)
+    period = steps_a_count * _NUM_COUNTS // _NUM_PERIODS
+    counts_of_ranks: list[list[Counts]] = []
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as folder_name,
         open_cluster(2, is_emulated=False) as cluster,
     ):
-        place = Path(folder)
+        folder = Path(folder_name)
         setting = Setting(
-            inner="aot_eager", num_threads=1, folder=place, worker="benchmarks.soak.worker"
+            inner="aot_eager", num_threads=1, folder=folder, worker="benchmarks.soak.worker"
         )
-        with open_team(cluster, setting, peer, "soak", None, place / "caches") as team:
+        with open_team(cluster, setting, peer, "soak", None, folder / "caches") as team:
             team.wait_until_ready()
             for _ in range(_NUM_COUNTS):
-                taken.append(team.ask("run", each, period))
-                print(f"{peer}: {taken[-1][0]}", file=sys.stderr, flush=True)
-    return [list(counts) for counts in zip(*taken, strict=True)]
+                counts_of_ranks.append(team.ask("run", steps_a_count, period))
+                print(f"{peer}: {counts_of_ranks[-1][0]}", file=sys.stderr, flush=True)
+    return [list(series) for series in zip(*counts_of_ranks, strict=True)]
 
 
-def report(found: Mapping[str, Series]) -> list[str]:
+def judge(measured: Mapping[str, SeriesByRank]) -> dict[tuple[str, int], list[str]]:
+    """Return what each rank of each of our peers held more and more of; see `find_growth`."""
+    growing = {}
+    for peer, by_rank in measured.items():
+        if find_peer(peer)[0].is_ours:
+            for rank, series in enumerate(by_rank):
+                unsplit = measured[_UNSPLIT][rank] if _UNSPLIT in measured else None
+                growing[peer, rank] = find_growth(series, unsplit)
+    return growing
+
+
+def report(
+    measured: Mapping[str, SeriesByRank], growing: Mapping[tuple[str, int], Sequence[str]]
+) -> list[str]:
+    """Return a table of what was measured, with the verdicts of `judge`."""
     header = (
         "peer", "rank", "steps", "RSS MiB, 2nd quarter to last", "fds", "threads", "tensors",
         "objects, each time all is compiled", "FX sources, likewise", "verdict",
     )  # fmt: skip
     rows = []
-    for peer, by_rank in found.items():
+    for peer, by_rank in measured.items():
         for rank, series in enumerate(by_rank):
             growth, last = growth_of(series), series[-1]
-            held = [f"{growth[name]:+.0f}" for name in MEASURES[1:4]]
-            a_compile = [f"{growth[name] / PERIODS_COMPARED:+.0f}" for name in MEASURES[4:]]
+            handles = [f"{growth[name]:+.0f}" for name in ("num_fds", "num_threads", "num_tensors")]
+            a_compile = [
+                f"{growth[name] / PERIODS_COMPARED:+.0f}" for name in ("num_objects", "num_sources")
+            ]
             memory = f"{growth['rss_mib']:+.1f} (at {last['rss_mib']:.0f})"
             verdict = "-"
-            if find_peer(peer)[0].label.startswith("ddpopt"):
-                more = find_growth(series, found[_UNSPLIT][rank] if _UNSPLIT in found else None)
+            if (peer, rank) in growing:
+                more = growing[peer, rank]
                 verdict = f"GROWS: {'; '.join(more)}" if more else "holds no more"
             steps = f"{last['step']:,.0f}"
-            rows.append((peer, str(rank), steps, memory, *held, *a_compile, verdict))
+            rows.append((peer, str(rank), steps, memory, *handles, *a_compile, verdict))
     return table(header, rows)
 
 
@@ -81,15 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--steps", type=int, default=20_000, help="of each peer")
-    add("--peers", type=names, default=_PEERS, help="as in benchmarks/harness/peers.py")
-    given = parser.parse_args(arguments)
+    add("--peers", type=split_names, default=_PEERS, help="as in benchmarks/harness/peers.py")
+    args = parser.parse_args(arguments)
+    for peer in args.peers:
+        if not find_peer(peer)[0].has_reducer:
+            parser.error(f"the peer {peer} has no DDP, with which the soak accumulates (no_sync)")
     try:
-        lines = report({peer: soak(peer, given.steps) for peer in given.peers})
+        measured = {peer: soak(peer, args.steps) for peer in args.peers}
     except TeamError as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n".join(lines))
-    return int(any("GROWS" in line for line in lines))
+    growing = judge(measured)
+    print("\n".join(report(measured, growing)))
+    return 1 if any(growing.values()) else 0
 
 
 if __name__ == "__main__":

@@ -97,26 +97,27 @@ def growth_of(series: Sequence[Counts]) -> dict[str, float]:
     return {name: median(last, name) - median(second, name) for name in ("step", *MEASURES)}
 
 
-def find_growth(own: Sequence[Counts], unsplit: Sequence[Counts] | None) -> list[str]:
-    """Say of what a rank of ddpopt held more and more; nothing is good.
+def find_growth(ddpopts: Sequence[Counts], unsplits: Sequence[Counts] | None) -> list[str]:
+    """Return what a rank held more and more of, beyond what torch keeps: none is a pass.
 
-    `unsplit` is the same rank's series under torch's own compile; without it, nothing is torch's.
+    The series are of one rank, with ddpopt and with torch's own compile. Without the second, all
+    growth counts as ddpopt's.
     """
-    mine = growth_of(own)
-    theirs = growth_of(unsplit) if unsplit else dict.fromkeys(mine, 0.0)
-    found = [
-        f"{name} by {mine[name]:.0f}"
+    ours = growth_of(ddpopts)
+    torchs = growth_of(unsplits) if unsplits else dict.fromkeys(ours, 0.0)
+    growing = [
+        f"{name} by {ours[name]:.0f}"
         for name in ("num_fds", "num_threads", "num_tensors")
-        if mine[name] > max(0.0, theirs[name])
+        if ours[name] > max(0.0, torchs[name])
     ]
-    allowed = max(0.0, _without_sources(theirs)) * (1 + _MORE_OBJECTS)
-    if _without_sources(mine) > allowed + _NOISE_OBJECTS:
-        found.append(
-            f"num_objects by {_without_sources(mine):.0f}, of which torch's own are {allowed:.0f}"
+    allowed = max(0.0, _without_sources(torchs)) * (1 + _MORE_OBJECTS)
+    if _without_sources(ours) > allowed + _NOISE_OBJECTS:
+        growing.append(
+            f"num_objects by {_without_sources(ours):.0f}, of which torch's own are {allowed:.0f}"
         )
-    if mine["rss_mib"] > max(0.0, theirs["rss_mib"]) + _SLACK_MIB:
-        found.append(f"rss_mib by {mine['rss_mib']:.1f}")
-    return found
+    if ours["rss_mib"] > max(0.0, torchs["rss_mib"]) + _SLACK_MIB:
+        growing.append(f"rss_mib by {ours['rss_mib']:.1f}")
+    return growing
 
 
 def _without_sources(growth: Counts) -> float:

@@ -13,11 +13,11 @@ Steps of a long training go in periods. In each of them:
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.peers import find_peer
 from benchmarks.harness.teams import Task
@@ -45,14 +45,15 @@ class Layers(nn.Module):
 
 
 class LongTraining:
-    def __init__(self, peer: str, inner: str, rank: int) -> None:
+    def __init__(self, peer_text: str, inner: str, rank: int) -> None:
         torch.manual_seed(0)
-        found, options = find_peer(peer)
-        torch._dynamo.config.optimize_ddp = found.optimize_ddp
-        self.ddp = DistributedDataParallel(Layers(32, 3), bucket_cap_mb=0.005)
+        self._peer, options = find_peer(peer_text)
+        torch._dynamo.config.optimize_ddp = self._peer.optimize_ddp
+        self.ddp: Any = self._peer.wrap(Layers(32, 3), bucket_cap_mb=0.005)
         self.num_steps = 0
         self._rank = rank
-        self._model = found.compile(self.ddp, inner, options)
+        self._inner = inner
+        self._model = self._peer.compile(self.ddp, inner, options)
         self._optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3, momentum=0.9)
         torch.manual_seed(rank)
 
@@ -69,7 +70,9 @@ class LongTraining:
         x = torch.randn(shapes[(place + self._rank) % len(shapes)])
         is_accumulated = place % _ACCUMULATED == _ACCUMULATED - 1
         with self.ddp.no_sync() if is_accumulated else contextlib.nullcontext():
-            self._model(x).pow(2).mean().backward()
+            loss = self._model(x).pow(2).mean()
+            with self._peer.around_backward(self._inner):
+                loss.backward()
         if not is_accumulated:
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -90,9 +93,9 @@ class SoakWorker:
     def run(self, num_steps: int, period: int) -> list[dict[str, float]]:
         """Return the counts of all ranks after so many more steps."""
         counts = self._training.run(num_steps, period).counts
-        own = {"step": self._training.num_steps, **counts}
-        gathered = [own] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        counts_of_rank = {"step": self._training.num_steps, **counts}
+        gathered = [counts_of_rank] * dist.get_world_size()
+        dist.all_gather_object(gathered, counts_of_rank)
         return gathered
 
 
