@@ -277,3 +277,27 @@ def test_another_name_is_an_error(one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(ddpopt.errors.OptionError, match=r"does not end in \.html, \.json or \.txt"):
         _explain().save(tmp_path / "model.pdf")
     assert not list(tmp_path.iterdir())
+
+
+class _Words(nn.Module):
+    """A layer behind an embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH, sparse=True)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.embedding(words))
+
+
+def test_a_frozen_model_with_sparse_gradients_is_explained(one_rank: None) -> None:
+    """Its Reducer does not tell what it reduces, so its own buckets stay without names."""
+    ddp = DistributedDataParallel(_Words(), bucket_cap_mb=0.001)
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    words = torch.arange(4)
+    compiled(words).sum().backward()
+    ddp.requires_grad_(False)
+    for _ in range(3):  # in which the Reducer is asked
+        compiled(words)
+    assert not any(bucket.actual for bucket in ddpopt.explain(ddp).buckets)

@@ -6,6 +6,7 @@ Process groups are here too.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import copy
 import dataclasses
 import functools
@@ -103,6 +104,9 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
         return asked or None
     # `asked` is numbered by `reducer_parameters`, whose order may be a guess; the log has the
     # Reducer's own numbers.
+    if not asked and sorted(itertools.chain(*logged)) != sorted(index_of.values()):
+        # The Reducer does not tell whose numbers these are, and some parameters were frozen since.
+        return None
     if asked and asked != logged:
         raise TorchDriftError(
             "DDP's buckets are not known: its log numbers parameters otherwise than was taken to "

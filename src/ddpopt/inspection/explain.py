@@ -105,7 +105,10 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
     reported = state.get(ddp).reported_buckets
     if reported:
         parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
-        actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
+        # A Reducer with sparse gradients may not tell what it reduces. Then those are known that
+        # still require gradients, and buckets of others have no names.
+        if all(index in parameters for bucket in reported for index in bucket):
+            actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
 
     # The newest of a frame's compiles that have gradients: not those of an evaluation.
     newest_cuts = {cut.frame: cut for cut in cuts if cut.arrival}.values()
