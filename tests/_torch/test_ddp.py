@@ -1,4 +1,4 @@
-"""What is read off DDP and its Reducer: parameter numbers, buckets, settings; and moved names."""
+"""Facts read off DDP and its Reducer: parameter numbers, buckets, settings; and moved names."""
 
 from __future__ import annotations
 

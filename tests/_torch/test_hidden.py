@@ -56,7 +56,7 @@ def _function_in(path: Path) -> Callable[..., Any]:
 
 
 def _graphs_around(function: Callable[..., Any]) -> int:
-    """How many graphs a compiled function has that calls `function` with one of the user's."""
+    """The number of graphs of a compiled function that calls `function` with one of the user's."""
     torch._dynamo.reset()  # another counter may get the place in memory of the last one
     counter = CompileCounter()
 
@@ -119,7 +119,7 @@ def test_a_users_function_that_ours_calls_is_compiled(one_rank: None) -> None:
 
 
 def test_importing_ddpopt_changes_nothing_in_dynamo() -> None:
-    """Whatever registers hooks hides ddpopt, also where no backend is loaded; twice is as once."""
+    """Only a call that registers hooks hides ddpopt; loading the backend then adds nothing."""
     code = """
 import sys, torch
 import ddpopt, ddpopt.algorithms, ddpopt.planning
@@ -154,7 +154,7 @@ def test_a_function_of_the_users_stays_uncompiled_where_they_say_so(one_rank: No
 
 
 class Counts:
-    """What Dynamo compiled of a program."""
+    """The graphs, graph breaks and frames that Dynamo compiled of a program."""
 
     def __init__(self) -> None:
         self.graphs: int = counters["stats"]["unique_graphs"]
@@ -172,7 +172,7 @@ class Counts:
         )
 
     def difference_from(self, other: Counts) -> str:
-        """What differs from torch's own, or is ours; "" if nothing is."""
+        """The differences from torch's own as text, and all that is ours; "" without any."""
         differences = []
         if self.hidden + other.hidden:
             differences.append(f"compiled: {self.hidden}, {other.hidden}")

@@ -1,7 +1,7 @@
-"""Of `names`: torch writes another text into graphs than ddpopt reads; one at a time is renamed.
+"""Rows of `names.TEXTS`, renamed in turn, as if torch wrote another text than ddpopt reads.
 
-So tests/system/test_drift.py does with names. Training is eager's all the same, and
-where a graph without the text could be misread, it is not cut, for a reason that has the text.
+So tests/system/test_drift.py does with names. Training is eager's all the same, and where a graph
+without the text could be misread, it is not cut, for a reason that has the text.
 """
 
 from __future__ import annotations

@@ -161,12 +161,12 @@ def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
                 assert bucket.launched_s < done_s <= bucket.finished_s
         launched.append([bucket.launched_s for bucket in buckets])
         finished.append([bucket.finished_s for bucket in buckets])
-    for starts, stops in zip(zip(*launched, strict=True), zip(*finished, strict=True), strict=True):
-        assert max(starts) < min(stops)
+    for k in range(len(launched[0])):
+        assert max(times[k] for times in launched) < min(times[k] for times in finished)
 
 
 def _in_order_of_launch(order: tuple[int, ...]) -> list[int]:
-    """Of three allreduces of 8, 9 and 9 elements, which started in this order, the order found."""
+    """Return the order found for allreduces of 8, 9 and 9 elements that started in `order`."""
     started = [
         recorder.Allreduce(float(place), 5.0, num_elements=(8, 9, 9)[bucket])
         for place, bucket in enumerate(order)
@@ -442,7 +442,7 @@ def _fail(_gradient: torch.Tensor) -> None:
 def test_a_recording_leaves_no_listener_subscriber_or_hook_where_an_error_is_raised(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Nor does it if no error is."""
+    """It leaves none without an error either."""
     monkeypatch.setattr(recorder, "StepTimer", _CountingTimer)
     monkeypatch.setattr(_CountingTimer, "num_calls", 0)
     ddp, model = _model("backward")

@@ -1,4 +1,4 @@
-"""Of `rebucket`, a file's buckets and the tuner: they change only where no gradient waits.
+"""`rebucket`, a file's plan and the tuner change buckets only where no gradient waits.
 
 A Reducer notes which parameters were used since its last reduction, and may hold gradients in its
 buckets; a new one knows nothing of either. Loops are such as people write; each runs beside eager
@@ -279,6 +279,7 @@ def _train_tuned(rank: int, row: Row, is_worse: bool) -> str:
 def test_a_search_changes_buckets_and_takes_them_back_between_accumulations(
     ranks: Ranks, row: Row
 ) -> None:
+    """Each step is eager's, before, between and after."""
     for outcome in ranks.run(_train_tuned, row, True):
         assert outcome == "buckets change\njudged"
 
@@ -396,7 +397,7 @@ def _rebucket_static(rank: int, is_compiled: bool) -> None:
 
 
 def _num_drawn(loop: Loop, rank: int) -> int:
-    """How many batches a loop has had."""
+    """The number of batches that a loop has had."""
     rest = list(loop.inputs)
     loop.inputs = iter(rest)
     return 200 - len(rest)

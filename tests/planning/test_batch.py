@@ -51,7 +51,7 @@ def test_each_tensor_in_an_output_is_found_once() -> None:
 
 
 def test_an_outputs_loss_comes_first_if_it_is_a_scalar_with_a_gradient() -> None:
-    """Else all tensors with a gradient are added up."""
+    """Of other outputs all tensors with a gradient are added up."""
     loss, other = torch.ones((), requires_grad=True), torch.ones(4, requires_grad=True)
     for output in (Output(other, loss), {"loss": loss, "logits": other}):
         assert find_loss(output) is loss

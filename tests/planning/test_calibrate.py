@@ -36,7 +36,7 @@ def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
 
 
 def test_products_beside_an_allreduce_wait_for_their_own_stream_alone() -> None:
-    """Else each would seem to take as long as the allreduce."""
+    """One that waited for the allreduce would seem to take as long."""
     bench = calibrate._Bench(None, torch.device("meta"))
     is_wanted = iter([True, True, False])
     with mock.patch.multiple(

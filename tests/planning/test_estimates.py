@@ -418,7 +418,7 @@ def test_a_call_moves_what_it_reads_and_writes_and_a_view_nothing() -> None:
 
 
 def test_the_elements_of_a_tuple_are_moved_by_its_maker_alone() -> None:
-    """To take them out is free."""
+    """Taking them out is free."""
     graph = trace(lambda x: torch.max(x, dim=1), torch.ones(8, 16))
     assert attribute(graph, "moved_bytes") == {
         "max_1": 4 * 8 * 16 + (4 + 8) * 8,

@@ -1,4 +1,4 @@
-"""With DDP's buckets: a hint where a tenth of an iteration is exposed communication, else none.
+"""A hint beside DDP's buckets is given where a tenth of an iteration is exposed communication.
 
 The tests choose the times: those that DDP takes here say nothing.
 """

@@ -32,7 +32,7 @@ def _all_ways(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _objective(profile: Profile, sizes: tuple[int, ...], cost: AllreduceCost) -> float:
-    """How long backward takes by the formula of [Note: merging], straight from its definition."""
+    """The time of backward by the formula of [Note: merging], straight from its definition."""
     finished_s = 0.0
     stop = 0
     for size in sizes:

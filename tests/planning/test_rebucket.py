@@ -260,6 +260,7 @@ def _rebucket_at_the_limit(rank: int) -> None:
 
 
 def test_code_for_buckets_of_before_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
+    """Each change compiles the forward anew, here with a limit of one compile."""
     ranks.run(_rebucket_at_the_limit)
 
 

@@ -1,4 +1,4 @@
-"""Of the tuner, files and hints: each DDP module has them, also in code compiled for another.
+"""The tuner, files' plans and hints are for each DDP module, also in code compiled for another.
 
 Dynamo gives a module the code of another one of its class.
 """
@@ -116,7 +116,7 @@ def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: s
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_files_buckets_are_given_to_each_module(ranks: Ranks, tmp_path: Path, split: str) -> None:
-    """Both run code that was cut for them once."""
+    """The modules run code that was cut for these buckets once."""
     path = tmp_path / "plan.json"
     plan_of(MLP(), SIZES_OF_MLP).save(path)
     options = {"split": split, "buckets": str(path)}

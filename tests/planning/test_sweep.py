@@ -89,7 +89,7 @@ def test_bandwidths_are_shown_in_the_largest_unit_of_which_there_is_one() -> Non
 
 
 def test_there_is_a_cell_for_each_world_size_and_bandwidth(plan: BucketPlan) -> None:
-    """They come in the order of the arguments."""
+    """Cells come in the order of the arguments."""
     cells = sweep(plan, (64, 2), (125e6, 12.5e9), NETWORK)
     assert [(cell.world_size, cell.bytes_per_s) for cell in cells] == [
         (64, 125e6), (64, 12.5e9), (2, 125e6), (2, 12.5e9),

@@ -126,7 +126,7 @@ def test_nothing_waits_without_reason(case, cost) -> None:
 
 @given(_cases(), costs, st.sampled_from([0.0, 0.3, 2.0]))
 def test_no_plan_beats_the_bound(case, cost, forward_s) -> None:
-    """The best plan does not either, nor is the bound that another plan's timeline has beaten."""
+    """The bounds of all plans' timelines hold, also for the best plan."""
     profile, drawn_sizes = case
     profile = dataclasses.replace(profile, forward_s=forward_s)
     count = len(profile.gradients)

@@ -125,9 +125,9 @@ class _Group(NamedTuple):
 
 
 class _Clock:
-    """In place of the module `time`: it goes on by `tick_s` with each `sleep`, and with no other.
+    """Takes the place of the module `time`, and goes on by `tick_s` with each `sleep` alone.
 
-    `at_tick` is called in each.
+    It calls `at_tick` then.
     """
 
     def __init__(self, tick_s: float, at_tick: Callable[[], None] = lambda: None) -> None:
