@@ -393,7 +393,14 @@ def _train_later(rank: int, num_eager: int) -> str:
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _simulated(SLOW), mock.patch.object(tuning, "_LONGEST_MEETING_S", 0.5):
+    waited_s = 0.0
+
+    def wait(_seconds: float) -> None:
+        nonlocal waited_s
+        waited_s += 1.0
+
+    clock = mock.Mock(monotonic=lambda: waited_s, sleep=wait)
+    with _simulated(SLOW), mock.patch.object(store, "time", clock):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else compiled)
     return tuning.find_tuner(ddp).outcome
