@@ -438,11 +438,11 @@ def _fail(_gradient: torch.Tensor) -> None:
     raise ArithmeticError
 
 
-@pytest.mark.parametrize("place", ["nowhere", "between steps", "in forward", "in backward"])
-def test_a_recording_leaves_no_listener_subscriber_or_hook_where_an_error_is_raised(
+@pytest.mark.parametrize("place", ["in backward", "in forward", "between steps", "nowhere"])
+def test_a_recording_leaves_no_listener_subscriber_or_hook(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """It leaves none without an error either."""
+    """An error may end it in a step or beside one."""
     monkeypatch.setattr(recorder, "StepTimer", _CountingTimer)
     monkeypatch.setattr(_CountingTimer, "num_calls", 0)
     ddp, model = _model("backward")
