@@ -1,4 +1,4 @@
-"""DDP and process groups where a release of torch moved a name."""
+"""Facts read off DDP and its Reducer: parameter numbers, buckets, settings; and moved names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt.checks.copies import _deep_copy
+from ddpopt.checks.copies import rehearse
 from ddpopt.errors import TorchDriftError
+from tests.support.buckets import rebuilt_buckets
 from tests.support.models import (
     CHANGES,
     MLP,
@@ -33,7 +35,7 @@ from tests.support.models import (
 
 @pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "bucket_bytes_cap_list"])
 def test_an_attribute_that_is_only_written_is_missed_too(one_rank: None, name: str) -> None:
-    """A Reducer is replaced where DDP can be told of it, or else stays; no name is created."""
+    """A Reducer stays where DDP cannot be told of another; no name is created."""
     ddp = DistributedDataParallel(MLP(1))
     before = ddp.reducer
     delattr(ddp, name)
@@ -46,7 +48,7 @@ def test_an_attribute_that_is_only_written_is_missed_too(one_rank: None, name: s
 def test_a_function_of_a_module_that_moved_is_not_made_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where it is replaced in a block."""
+    """A block that would replace it raises, and leaves the module without the name."""
     monkeypatch.delattr("torch.distributed.distributed_c10d._process_group_name")
     with (
         pytest.raises(TorchDriftError, match="_process_group_name"),
@@ -65,7 +67,7 @@ UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": 0.01}
 
 
 class _Mixed(MLP):
-    """A layer of another dtype."""
+    """One of its layers has another dtype."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -81,11 +83,6 @@ def _ids(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [id(tensor) for tensor in tensors]
 
 
-def _buckets_by_log(ddp: DistributedDataParallel) -> list[list[int]]:
-    reported = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
-    return [[int(index) for index in bucket.split()] for bucket in reported.split(",")]
-
-
 def _buckets_by_tensor(ddp: DistributedDataParallel) -> list[list[int]]:
     """The same buckets, with the numbers that ddpopt gives to their parameters."""
     numbers = {tensor: p.index for tensor, p in _torch.reducer_parameters(ddp).items()}
@@ -99,7 +96,7 @@ def _buckets_by_tensor(ddp: DistributedDataParallel) -> list[list[int]]:
 def test_parameters_have_the_reducers_numbers_whatever_the_module_has_become(
     one_rank: None, change: Callable[[MLP], None], num_before: int, is_asked_before: bool
 ) -> None:
-    """As DDP's log numbers them; and names stay what they were when they were first asked for."""
+    """DDP's log has the same numbers; names stay what they were when they were first asked for."""
     ddp = DistributedDataParallel(MLP(4), **STATIC)
     names_before = [name for name, _ in ddp.module.named_parameters()]
     tensors_before = list(ddp.module.parameters())
@@ -118,15 +115,15 @@ def test_parameters_have_the_reducers_numbers_whatever_the_module_has_become(
         assert [p.name for p in reduced.values()] == names_before
     assert len({p.name for p in reduced.values()}) == 8
     train(ddp, inputs)
-    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
-    assert _torch.final_buckets(ddp) == tuple(map(tuple, _buckets_by_log(ddp)))
+    assert _buckets_by_tensor(ddp) == rebuilt_buckets(ddp)
+    assert _torch.final_buckets(ddp) == tuple(map(tuple, rebuilt_buckets(ddp)))
 
 
 @each_change
-def test_buckets_that_are_never_rebuilt_have_them_too(
+def test_buckets_that_are_never_rebuilt_have_the_reducers_numbers_too(
     one_rank: None, change: Callable[[MLP], None]
 ) -> None:
-    """They are formed in order of registration, from last to first."""
+    """Such buckets are formed in order of registration, from last to first."""
     ddp = DistributedDataParallel(MLP(4), **UNUSED)
     change(ddp.module)
     buckets = _torch.final_buckets(ddp)
@@ -141,7 +138,7 @@ def test_buckets_that_are_never_rebuilt_have_them_too(
 def test_a_copy_is_numbered_as_its_own_reducer_was_made(
     one_rank: None, change: Callable[[MLP], None], copy_of: Callable[[Any], Any]
 ) -> None:
-    """From the module as it was then; DDP copies its list of parameters from the original."""
+    """The module counts as it was then; DDP copies its list of parameters from the original."""
     original = DistributedDataParallel(MLP(4), **STATIC)
     change(original.module)
     if change is (prune_all if copy_of is copy.deepcopy else parametrize_all):
@@ -149,7 +146,7 @@ def test_a_copy_is_numbered_as_its_own_reducer_was_made(
     ddp = copy_of(original)
     _torch.reducer_parameters(ddp)
     train(ddp, batches(0, [(2, WIDTH)] * 4))
-    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+    assert _buckets_by_tensor(ddp) == rebuilt_buckets(ddp)
     assert _ids(_torch.reducer_parameters(ddp)) == _ids(ddp._build_params_for_reducer()[0])
 
 
@@ -161,19 +158,19 @@ def test_a_new_reducer_and_a_compiled_copy_have_the_same_numbers_and_names(one_r
     _torch.replace_reducer(ddp, [[0, 1, 2], [3, 4, 5, 6, 7]], [1, 1])
     assert _torch.reducer_parameters(ddp) == before
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
-    made = _torch.copy_compiled(compiled, _deep_copy, is_apart=False).ddp
-    copies = _torch.reducer_parameters(made)
+    copied_ddp = rehearse(compiled).ddp
+    copies = _torch.reducer_parameters(copied_ddp)
     assert list(copies.values()) == list(before.values())
     assert not set(copies) & set(before)
-    now = dict(made.module.named_parameters())
-    for (tensor, p), theirs in zip(before.items(), copies, strict=True):
-        assert torch.equal(tensor, theirs)
+    copied_parameters = dict(copied_ddp.module.named_parameters())
+    for (tensor, p), copied in zip(before.items(), copies, strict=True):
+        assert torch.equal(tensor, copied)
         if p.name == "layers.0.bias":
-            assert now["layers.0.bias"] is theirs
+            assert copied_parameters["layers.0.bias"] is copied
 
 
 def test_numbers_that_are_not_the_reducers_are_an_error_where_they_meet(one_rank: None) -> None:
-    """Where DDP's log has buckets by number, of which the Reducer itself has the tensors."""
+    """They meet where DDP's log has buckets by number, and the Reducer has their tensors."""
     ddp = DistributedDataParallel(_Mixed(), **STATIC)
     ddp._module_parameters.reverse()
     with pytest.MonkeyPatch.context() as patch:
@@ -204,11 +201,11 @@ def test_parameters_of_several_dtypes_are_numbered_too(
         change(ddp.module)
     assert _ids(_torch.reducer_parameters(ddp)) == _ids(expected)
     train(ddp, batches(0, [(2, WIDTH)] * 4))
-    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+    assert _buckets_by_tensor(ddp) == rebuilt_buckets(ddp)
 
 
 def test_ignored_parameters_are_numbered_as_ddp_ignores_them(one_rank: None) -> None:
-    """None of the root itself (torch 2.13), which DDP leaves out of its own list all the same."""
+    """Torch 2.13 ignores none of the root itself, which DDP leaves out of its list all the same."""
 
     class Scaled(MLP):
         def __init__(self) -> None:
@@ -224,7 +221,68 @@ def test_ignored_parameters_are_numbered_as_ddp_ignores_them(one_rank: None) -> 
     reorder(ddp.module)
     assert _ids(_torch.reducer_parameters(ddp)) == _ids(expected)
     train(ddp, batches(0, [(2, WIDTH)] * 4))
-    assert _buckets_by_tensor(ddp) == _buckets_by_log(ddp)
+    assert _buckets_by_tensor(ddp) == rebuilt_buckets(ddp)
+
+
+# ---- What a comm hook keeps ---------------------------------------------------------------------
+
+# DDP refuses hooks whose annotations are strings. None of these is ever run.
+
+
+def _reduce(kept, bucket):  # type: ignore[no-untyped-def]
+    raise NotImplementedError
+
+
+class _Compressor:
+    def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]
+        return _reduce(self, bucket)
+
+
+def _keeping(kept: Any) -> Any:
+    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
+        return _reduce(kept, bucket)
+
+    return reduce
+
+
+def _having_each_other() -> Any:
+    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
+        return again(bucket)
+
+    def again(bucket: Any) -> Any:
+        return reduce(None, bucket)
+
+    return reduce
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_stateful"),
+    [
+        (_Compressor().reduce, True),
+        (_keeping({}), True),
+        (_keeping(_keeping([])), True),
+        (_keeping(_reduce), False),
+        (_keeping(torch.float16), False),
+        (_having_each_other(), False),
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), False),
+    ],
+    ids=[
+        "method",
+        "closure",
+        "closure in a closure",
+        "function",
+        "dtype",
+        "each other",
+        "wrapper of torch's",
+    ],
+)
+def test_a_comm_hooks_state_is_found_in_its_object_or_closure(
+    one_rank: None, hook: Any, is_stateful: bool
+) -> None:
+    """It may be kept by bucket, so that a search leaves the buckets alone."""
+    ddp = DistributedDataParallel(MLP())
+    ddp.register_comm_hook(None, hook)
+    assert bool(_torch.hook_states(ddp)) == is_stateful
 
 
 # ---- What a new Reducer has of the one before -------------------------------------------------
@@ -251,7 +309,7 @@ def _options_of_reducers() -> list[dict[str, Any]]:
 def test_a_new_reducer_is_made_as_the_first_one_but_for_buckets(
     one_rank: None, options: dict[str, Any]
 ) -> None:
-    """With whatever the constructor of the installed torch passes on to a Reducer."""
+    """All that the installed torch's constructor passes on to a Reducer is compared."""
     original = torch.distributed.Reducer
     with mock.patch.object(torch.distributed, "Reducer", side_effect=original) as made:
         ddp = DistributedDataParallel(MLP(1), **options)
@@ -268,7 +326,7 @@ def test_a_new_reducer_is_made_as_the_first_one_but_for_buckets(
 def test_a_setting_that_is_not_known_is_found_where_it_is_set(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or where the module does not show whether it is."""
+    """So is one of which the module does not show whether it is set."""
     ddp = DistributedDataParallel(MLP(1))
     assert _torch.find_unknown_setting(ddp) == ""
     settings = {**_torch.ddp_settings(), "option": False}
@@ -289,7 +347,7 @@ def test_a_setting_that_a_reducer_was_not_told_of_is_found(one_rank: None) -> No
 
 
 def test_a_backward_that_is_finalized_by_hand_still_is(one_rank: None) -> None:
-    """A property of torch 2.15's that DDP sets on its Reducer."""
+    """DDP sets that property, of torch 2.15, on its Reducer."""
     ddp = DistributedDataParallel(MLP(1))
     if not hasattr(ddp, "require_manual_backward_finalization"):
         pytest.skip(f"torch {torch.__version__} has no such property")

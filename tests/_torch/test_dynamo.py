@@ -17,6 +17,7 @@ from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
 from ddpopt.errors import Reason
+from tests.support.cuts import only_cut
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.registration import uninstall
 
@@ -32,18 +33,14 @@ def _train_compiled(**ddp_options: Any) -> DistributedDataParallel:
 def test_without_the_in_tree_class_to_replace_training_goes_on(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The message names the missing name and torch's version."""
+    """A warning has the missing name and torch's version."""
     uninstall()
     original = in_tree.DDPOptimizer
     monkeypatch.delattr(in_tree, "DDPOptimizer")
     ddpopt.backend.install()
-    said = [
-        r.getMessage()
-        for r in caplog.records
-        if "DDPOptimizer, which ddpopt needs" in r.getMessage()
-    ]
-    assert len(said) == 1
-    assert torch.__version__ in said[0]
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = (line for line in lines if "DDPOptimizer, which ddpopt needs" in line)
+    assert torch.__version__ in line
     monkeypatch.setattr(in_tree, "DDPOptimizer", original, raising=False)
     _train_compiled(bucket_cap_mb=1)
     ddpopt.backend.install()
@@ -53,7 +50,7 @@ def test_without_the_in_tree_class_to_replace_training_goes_on(
 def test_a_ddp_attribute_that_moved_means_unsplit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """With the reason on the cut, and in one warning."""
+    """The reason is on the cut, and in one warning."""
     read = names._read
 
     def without(row: PrivateName, owner: Any) -> Any:
@@ -61,7 +58,7 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
 
     monkeypatch.setattr(names, "_read", without)
     ddp = _train_compiled(bucket_cap_mb=0.03)
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert cut.fallback is Reason.TORCH_DRIFT
     assert name in cut.detail
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
@@ -71,22 +68,22 @@ def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Guards run at each call of compiled code, and nearly none is in a checkpoint."""
-    asked, read = [], names._read
+    rows_read, read = [], names._read
 
     def note(row: PrivateName, owner: Any) -> Any:
-        asked.append(row)
+        rows_read.append(row)
         return read(row, owner)
 
     monkeypatch.setattr(names, "_read", note)
     assert _torch.checkpointed_region() is None
-    assert asked == [names.SAVED_TENSOR_HOOKS]
+    assert rows_read == [names.SAVED_TENSOR_HOOKS]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert _torch.checkpointed_region() is None
-    assert asked == [names.SAVED_TENSOR_HOOKS] * 2 + [names.CHECKPOINT_FRAME]
+    assert rows_read == [names.SAVED_TENSOR_HOOKS] * 2 + [names.CHECKPOINT_FRAME]
 
 
 def test_tensors_that_share_memory_have_equal_keys_as_long_as_one_lives() -> None:
-    """Also when nobody holds torch's object for the memory; a sparse tensor has none."""
+    """Torch's object for the memory may be gone meanwhile; a sparse tensor has no key."""
     tensors = [torch.empty(4) for _ in range(100)]
     keys = list(map(_torch.storage_key, tensors))
     gc.collect()
@@ -95,9 +92,9 @@ def test_tensors_that_share_memory_have_equal_keys_as_long_as_one_lives() -> Non
     assert _torch.storage_key(torch.empty(4).to_sparse()) is None
 
 
-def test_a_subclass_is_what_can_be_taken_apart() -> None:
-    """And no parameter, nor a class that keeps one tensor."""
+def test_only_a_tensor_that_can_be_taken_apart_is_a_subclass() -> None:
+    """No parameter is, nor is a tensor of a class that keeps no others."""
     assert _torch.is_subclass(TwoTensor(torch.ones(1), torch.ones(1)))
-    own = torch.ones(1).as_subclass(type("Own", (torch.Tensor,), {}))
-    for value in (torch.ones(1), torch.nn.Parameter(torch.ones(1)), own, 1, None):
+    relabeled = torch.ones(1).as_subclass(type("Relabeled", (torch.Tensor,), {}))
+    for value in (torch.ones(1), torch.nn.Parameter(torch.ones(1)), relabeled, 1, None):
         assert not _torch.is_subclass(value)

@@ -31,6 +31,7 @@ from ddpopt.algorithms import attach
 from ddpopt.errors import PlanError
 from ddpopt.planning import AllreduceCost, rebucket, tuner
 from ddpopt.steps import clock as clocks
+from tests.support.algorithms import optimizer_for
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches
 from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
@@ -55,7 +56,7 @@ def _function_in(path: Path) -> Callable[..., Any]:
 
 
 def _graphs_around(function: Callable[..., Any]) -> int:
-    """How many graphs a compiled function has that calls `function` with one of the user's."""
+    """The number of graphs of a compiled function that calls `function` with one of the user's."""
     torch._dynamo.reset()  # another counter may get the place in memory of the last one
     counter = CompileCounter()
 
@@ -72,7 +73,7 @@ def _graphs_around(function: Callable[..., Any]) -> int:
 
 
 def test_a_new_function_in_any_file_is_hidden_with_what_it_calls(one_rank: None) -> None:
-    """It breaks the graph; only in the file of what Dynamo may see it becomes part of it."""
+    """A call of it breaks the graph, except of one in the file that Dynamo may see."""
     assert len(FILES) > 60
     for path in FILES:
         function = _function_in(path)
@@ -93,7 +94,7 @@ def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def test_dynamo_skips_every_function_but_those_that_it_is_to_see(one_rank: None) -> None:
-    """What is to be seen is called by functions of ours alone, or is the user's call."""
+    """The few that it sees are called by functions of ours alone, or are the user's call."""
     seen, num_skipped = set(), 0
     for path in FILES:
         name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
@@ -111,14 +112,14 @@ def test_dynamo_skips_every_function_but_those_that_it_is_to_see(one_rank: None)
     assert num_skipped > 800
 
 
-def test_what_calls_a_function_of_the_users_has_that_compiled(one_rank: None) -> None:
-    """Beside the graphs before and after it, there is one of what it calls."""
+def test_a_users_function_that_ours_calls_is_compiled(one_rank: None) -> None:
+    """It has a graph between the two around our function."""
     function = _torch.calls_users_code(_function_in(ROOT / "backend.py"))
     assert _graphs_around(function) == 3
 
 
 def test_importing_ddpopt_changes_nothing_in_dynamo() -> None:
-    """What registers hooks does, also where no backend is loaded; twice is as once."""
+    """Only a call that registers hooks hides ddpopt; loading the backend then adds nothing."""
     code = """
 import sys, torch
 import ddpopt, ddpopt.algorithms, ddpopt.planning
@@ -135,7 +136,7 @@ assert trace_rules.check_file is hiding
 
 
 def test_a_function_of_the_users_stays_uncompiled_where_they_say_so(one_rank: None) -> None:
-    """`recursive=False` is found by a look at the stack, on which is nothing of ours."""
+    """Torch finds `recursive=False` by a look at the stack, on which nothing of ours is."""
     counter = CompileCounter()
 
     @torch.compiler.disable(recursive=False)
@@ -153,7 +154,7 @@ def test_a_function_of_the_users_stays_uncompiled_where_they_say_so(one_rank: No
 
 
 class Counts:
-    """What Dynamo compiled of a program."""
+    """The graphs, graph breaks and frames that Dynamo compiled of a program."""
 
     def __init__(self) -> None:
         self.graphs: int = counters["stats"]["unique_graphs"]
@@ -171,15 +172,15 @@ class Counts:
         )
 
     def difference_from(self, other: Counts) -> str:
-        """What differs from torch's own, or is ours; "" if nothing is."""
-        found = []
+        """The differences from torch's own as text, and all that is ours; "" without any."""
+        differences = []
         if self.hidden + other.hidden:
-            found.append(f"compiled: {self.hidden}, {other.hidden}")
+            differences.append(f"compiled: {self.hidden}, {other.hidden}")
         for name in ("compiled", "breaks", "graphs"):
             pair = getattr(self, name), getattr(other, name)
             if pair[0] != pair[1]:
-                found.append(f"{name}: {pair[0]}, not {pair[1]}")
-        return "; ".join(found)
+                differences.append(f"{name}: {pair[0]}, not {pair[1]}")
+        return "; ".join(differences)
 
 
 class _Training:
@@ -188,10 +189,7 @@ class _Training:
     def __init__(self, algorithm: Any = None, cap_mb: float = CAP, **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=cap_mb)
-        kind = torch.optim.SGD
-        if isinstance(algorithm, algorithms.QAdam):
-            kind = algorithms.QAdamOptimizer
-        self.optimizer = kind(self.ddp.parameters(), lr=0.01)
+        self.optimizer = optimizer_for(algorithm, self.ddp.parameters(), lr=0.01)
         self.handle = None if algorithm is None else attach(self.ddp, self.optimizer, algorithm)
         self.options = options
 
@@ -266,7 +264,7 @@ def _accumulating(training: _Training, inputs: list[torch.Tensor], is_stock: boo
 
 
 def _reset(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
-    """What Dynamo knows of frames to be skipped is forgotten with all else."""
+    """Train anew after a reset, by which Dynamo forgets too which frames it skips."""
     for _ in range(2):
         torch._dynamo.reset()
         _plain(training, inputs, is_stock)
@@ -377,13 +375,13 @@ _ONLY_NIGHTLY = ("profiled", "accumulating", "torch._dynamo.reset")
     ],
 )
 def test_dynamo_compiles_and_breaks_what_it_does_without_ddpopt(one_rank: None, name: str) -> None:
-    """Equal graphs, graph breaks and recompiles, and equal weights."""
+    """Graphs, graph breaks, recompiles and weights are equal."""
     assert _compare(0, _PROGRAMS[name]) == ""
 
 
 @pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
-def test_so_it_does_where_forward_is_split(one_rank: None, name: str) -> None:
-    """Where other nodes of ours run in backward, until DDP has its final buckets."""
+def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> None:
+    """Other nodes of ours run in its backward, until DDP has its final buckets."""
     assert _compare(0, _PROGRAMS[name], split="forward") == ""
 
 
@@ -397,8 +395,8 @@ def test_so_it_does_where_forward_is_split(one_rank: None, name: str) -> None:
     ],
     ids=lambda algorithm: algorithm.name,
 )
-def test_so_it_does_where_an_algorithm_is_attached(ranks: Ranks, algorithm: Any) -> None:
-    """Its hooks break the graph where they stand, with any backend; nothing of it is compiled."""
+def test_an_attached_algorithm_adds_no_graph_or_break(ranks: Ranks, algorithm: Any) -> None:
+    """Its hooks break the graph where they stand, with any backend, and are not compiled."""
     assert ranks.run(_compare, _plain, algorithm) == ["", ""]
 
 
@@ -441,7 +439,7 @@ def test_a_search_for_buckets_measures_steps_and_no_compiles(ranks: Ranks, name:
 
 
 def test_an_optimizers_closure_is_compiled_where_its_step_is_called(one_rank: None) -> None:
-    """`QAdamOptimizer.step` is not, which calls it."""
+    """`QAdamOptimizer.step`, which calls it, is not compiled."""
     clear_compilation_metrics()
     model = MLP(1)
     optimizer = algorithms.QAdamOptimizer(model.parameters(), lr=0.01)
@@ -461,7 +459,7 @@ def test_an_optimizers_closure_is_compiled_where_its_step_is_called(one_rank: No
 
 
 def test_a_replicas_function_is_compiled_with_the_module_that_it_calls(one_rank: None) -> None:
-    """Also where a compiled function calls `DataParallel`, and with one device."""
+    """That holds with one device, and where a compiled function calls `DataParallel`."""
     for devices, num_graphs in ((["cpu"], 1), (["cpu", "cpu"], 1)):
         torch._dynamo.reset()
         counter = CompileCounter()
@@ -478,7 +476,7 @@ def test_a_replicas_function_is_compiled_with_the_module_that_it_calls(one_rank:
 
 
 def test_a_forward_before_rebucket_is_refused_in_a_compiled_update(one_rank: None) -> None:
-    """By a hook of ours on each parameter, in a process that compiles with another backend."""
+    """A hook of ours on each parameter refuses it, whichever backend compiled the update."""
     counter = CompileCounter()
     ddp = DistributedDataParallel(MLP(1))
 

@@ -51,26 +51,26 @@ def _is_private(name: str) -> bool:
 _OF_PYTHON = {"_replace", "_asdict", "_fields", "_operator"}
 
 
-def _found_outside(text: str) -> list[str]:
+def _touched_outside(text: str) -> list[str]:
     """Return the private names of torch, and the texts of its graphs, in a module's source.
 
     Names may also be spelled out, as in a comparison with what a node calls. What the module
-    defines, or sets on `self`, is its own.
+    defines, or sets on `self`, belongs to it.
     """
     tree = ast.parse(text)
-    found: list[str] = []
-    own = set(_OF_PYTHON)
+    touched: list[str] = []
+    defined_here = set(_OF_PYTHON)
     texts = {row.text for row in TEXTS} - {names.ITERATION.text}  # a plain word
     for node in ast.walk(tree):
-        found += filter(_is_private, _named(node))
-        found += _keys_of_metadata(node)
+        touched += filter(_is_private, _named(node))
+        touched += _keys_of_metadata(node)
         match node:
             case ast.Constant(value=str(string)):
                 if string in texts or re.fullmatch(r"_[a-z]\w*(\.\w+)?", string):
-                    found.append(string)
+                    touched.append(string)
             case ast.Attribute(value=ast.Name(id="self"), attr=name) | ast.FunctionDef(name=name):
-                own.add(name)
-    return [name for name in found if name.removeprefix(".") not in own]
+                defined_here.add(name)
+    return [name for name in touched if name.removeprefix(".") not in defined_here]
 
 
 def _keys_of_metadata(node: ast.AST) -> list[str]:
@@ -94,7 +94,7 @@ def _keys_of_metadata(node: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_private_names_are_touched_by_their_rows_alone(path: Path) -> None:
-    """No underscored attribute of another's object, by name or as a string, and no such import."""
+    """There is no underscored attribute of another's object or such import, also as a string."""
     assert _goes_past(ast.parse(path.read_text())) == []
 
 
@@ -110,19 +110,18 @@ def test_private_names_are_touched_by_their_rows_alone(path: Path) -> None:
         "from torch.distributed import _register_comm_hook",
     ],
 )
-def test_the_test_above_sees_what_goes_past(text: str) -> None:
-    """Each way by which a name could be touched."""
+def test_every_way_past_a_row_is_detected(text: str) -> None:
     assert _goes_past(ast.parse(text))
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(ROOM.parent)))
 def test_no_private_name_is_touched_outside_the_room(path: Path) -> None:
-    """Neither as an attribute or an import, nor as a string; nor any key of metadata."""
-    assert _found_outside(path.read_text()) == []
+    """Neither an attribute, nor an import, nor a string is one, nor any key of metadata."""
+    assert _touched_outside(path.read_text()) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "name"),
     [
         ("reducer._set_static_graph()", "._set_static_graph"),
         ("torch._dynamo.reset()", "._dynamo"),
@@ -139,13 +138,13 @@ def test_no_private_name_is_touched_outside_the_room(path: Path) -> None:
         ("node.name() == 'CompiledFunctionBackward'", "CompiledFunctionBackward"),
     ],
 )
-def test_the_test_above_sees_what_is_touched(text: str, found: str) -> None:
-    """Each way by which a name could be touched, planted into a module that touches none."""
+def test_every_way_to_touch_a_name_outside_is_detected(text: str, name: str) -> None:
+    """Each is planted into a module that touches none."""
     module = (
         "class Cut:\n    _kept = 1\n    def get(self): return self._kept, vars(self)['_kept']\n"
     )
-    assert _found_outside(module) == []
-    assert found in _found_outside(f"{module}{text}\n")
+    assert _touched_outside(module) == []
+    assert name in _touched_outside(f"{module}{text}\n")
 
 
 def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
@@ -170,7 +169,7 @@ def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
 def test_a_name_that_is_not_there_is_neither_read_nor_made(
     row: PrivateName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every row: TorchDriftError with its name, and the owner stays as it was."""
+    """Each row raises TorchDriftError with its name, and its owner stays as it was."""
     owner = types.SimpleNamespace()
     if row.is_global:
         monkeypatch.setitem(sys.modules, row.owner, owner)
@@ -196,8 +195,7 @@ def test_the_supported_range_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch
     assert (names.BUCKET_CONFIG.is_expected, gone.is_expected) == (True, False)
 
 
-def test_an_unknown_setting_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any other is changed."""
+def test_settings_of_which_one_is_missing_change_nothing() -> None:
     moved = PrivateName("torch._dynamo.config", "moved", Need.SPLIT)
     with (
         pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),

@@ -1,4 +1,4 @@
-"""When a backward ends, where one runs within another; autocast."""
+"""The end of a backward, where one runs within another; and autocast switched off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Backward(torch.autograd.Function):
 
 
 def test_each_backward_that_is_watched_ends_once() -> None:
-    """The inner before the outer, which was watched before the inner began and after it ended."""
+    """The inner ones end before the outer, which is watched before they begin and after them."""
     seen: list[str] = []
     ends = _torch.BackwardEnds(lambda: seen.append("end"))
     x = torch.ones(1, requires_grad=True)
@@ -41,8 +41,8 @@ def test_each_backward_that_is_watched_ends_once() -> None:
         note("outer")
         with torch.enable_grad():
             inner = [_Backward.apply(x, lambda: note("inner")) for _ in range(2)]
-        for each in inner:
-            each.backward()
+        for output in inner:
+            output.backward()
         note("outer")
 
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_each_backward_that_is_watched_ends_once() -> None:
 
 
 def test_of_nested_backwards_only_those_that_are_watched_have_an_end() -> None:
-    """An outer one without gradients of its own is not known; nor is one that raises."""
+    """An outer one without gradients of its own has none, nor has one that raises."""
     seen: list[str] = []
     ends = _torch.BackwardEnds(lambda: seen.append("end"))
     x = torch.ones(1, requires_grad=True)
@@ -69,7 +69,7 @@ def test_of_nested_backwards_only_those_that_are_watched_have_an_end() -> None:
 
 
 def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
-    """Which DDP does in a callback that it queues with the last gradient."""
+    """DDP reduces in a callback that it queues with the last gradient."""
 
     class Checkpointed(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
 
 
 def test_autocast_is_off_where_it_was_switched_off() -> None:
-    """On all devices, as around AOTAutograd's own backward; and on again after that."""
+    """It is off as around AOTAutograd's backward, and on again after that."""
     x = torch.ones(2, 2)
     assert not _torch.is_autocast_on()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,7 +1,7 @@
-"""Torch that writes something else into graphs than ddpopt reads: one text at a time is renamed.
+"""Rows of `names.TEXTS`, renamed in turn, as if torch wrote another text than ddpopt reads.
 
-As drift of names is simulated in tests/system/test_drift.py. Training is eager's all the same, and
-where a graph without the text could be misread, it is not cut, for a reason that has the text.
+So tests/system/test_drift.py does with names. Training is eager's all the same, and where a graph
+without the text could be misread, it is not cut, for a reason that has the text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NOT_IN_TRAINING = {
 
 
 def test_each_text_is_renamed_below_or_is_not_read_in_training() -> None:
-    """A row that comes is missing here."""
+    """A row that is new fails here until it stands in one of the tables above."""
     assert {*REASONS, *WITH_INDUCTOR, *NOT_IN_TRAINING} == set(names.TEXTS)
 
 
@@ -70,8 +70,7 @@ def _check_training(
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner, "split": "backward"})
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
     cut = ddpopt.explain(ddp).cuts[-1]
-    found = cut.fallback or cut.backward_fallback
-    assert found is reason, cut.detail
+    assert (cut.fallback or cut.backward_fallback) is reason, cut.detail
     if reason in (Reason.TORCH_DRIFT, Reason.BACKWARD_DRIFT):
         assert f"has no {renamed}, which ddpopt needs" in cut.detail
     else:
@@ -82,12 +81,12 @@ def _check_training(
 def test_training_goes_on_without_a_text(
     one_rank: None, row: PrivateText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uncut, where a graph without it could be misread."""
+    """A graph is not cut where it could be misread without the text."""
     _check_training(row, REASONS[row], "aot_eager", monkeypatch)
 
 
 class _Breaking(MLP):
-    """Two breaks under no_grad; between them Dynamo's graph is a call that ends the region."""
+    """Has two breaks under no_grad; the graph between them is a call that ends the region."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -100,7 +99,7 @@ class _Breaking(MLP):
 
 
 def test_a_graph_without_inputs_has_no_values_and_is_no_drift(one_rank: None) -> None:
-    """Found by the fuzz: a warning said that torch had moved a name."""
+    """No warning says that torch has moved a name; the fuzz found one."""
     ddp = DistributedDataParallel(_Breaking(3), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(*batches(0, [(4, WIDTH)])).sum().backward()
@@ -111,8 +110,8 @@ def test_a_graph_without_inputs_has_no_values_and_is_no_drift(one_rank: None) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", WITH_INDUCTOR, ids=str)
-def test_so_it_does_with_inductor(
+def test_training_goes_on_without_what_inductor_reads(
     one_rank: None, row: PrivateText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without what it alone reads, or takes."""
+    """These are texts that Inductor alone reads or takes."""
     _check_training(row, WITH_INDUCTOR[row], "inductor", monkeypatch)

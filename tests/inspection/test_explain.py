@@ -17,10 +17,22 @@ import ddpopt
 from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
+from tests.support.cuts import only_cut
 from tests.support.models import MLP
-from tests.system.scenarios.rows import SCENARIOS
 
 CAP_MB = 0.0316  # two layers fill a bucket, whether a weight or its bias comes first
+
+
+class _Broken(MLP):
+    """Has a graph break in its middle."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:3]:
+            x = layer(x).relu()
+        torch._dynamo.graph_break()
+        for layer in self.layers[3:]:
+            x = layer(x).relu()
+        return x
 
 
 def _compile(ddp: nn.Module) -> Any:
@@ -28,7 +40,7 @@ def _compile(ddp: nn.Module) -> Any:
 
 
 def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
-    """For the compiled and the plain DDP module alike."""
+    """It takes the compiled and the plain DDP module alike."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     compiled(torch.randn(2, 64))
@@ -43,8 +55,8 @@ def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
         assert max(len(line) for line in text.splitlines()) < 100
 
 
-def test_explain_shows_ddps_own_buckets_once_it_has_formed_them(one_rank: None) -> None:
-    """By parameter, and whether they are the planned ones."""
+def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> None:
+    """It says too whether they are the planned ones."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     compiled(torch.randn(2, 64)).sum().backward()
@@ -59,7 +71,7 @@ def test_explain_shows_ddps_own_buckets_once_it_has_formed_them(one_rank: None) 
 
 def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     """They are completed by the graph that runs first in forward, and no graph is cut short."""
-    ddp = DistributedDataParallel(SCENARIOS["graph break"]().model, bucket_cap_mb=CAP_MB)
+    ddp = DistributedDataParallel(_Broken(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     for _ in range(4):
         compiled(torch.randn(2, 64)).sum().backward()
@@ -76,7 +88,9 @@ def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     assert all(bucket.is_as_planned for bucket in explanation.buckets)
 
 
-def test_explain_shows_what_was_recorded(one_rank: None) -> None:
+def test_explain_shows_after_which_section_a_recorded_allreduce_was_launched(
+    one_rank: None,
+) -> None:
     """Each allreduce was launched before the next section's backward began."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
@@ -90,12 +104,11 @@ def test_explain_shows_what_was_recorded(one_rank: None) -> None:
 
 
 def test_explain_of_a_model_that_has_not_run_says_what_may_be_wrong(one_rank: None) -> None:
-    """Instead of printing nothing."""
+    """It says so instead of printing nothing."""
     assert "has compiled no graph" in str(ddpopt.explain(DistributedDataParallel(MLP())))
 
 
-def test_explain_of_something_else_is_an_error() -> None:
-    """It names the type that it got."""
+def test_what_is_no_ddp_module_is_refused() -> None:
     with pytest.raises(TypeError, match="this is a Linear"):
         ddpopt.explain(nn.Linear(1, 1))
 
@@ -103,12 +116,12 @@ def test_explain_of_something_else_is_an_error() -> None:
 def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
     one_rank: None,
 ) -> None:
-    """Its plans have no parameters; those of training plans still count as used before.
+    """Evaluation's plans have no parameters; those of training plans still count as used before.
 
     The first graph of all had to guess the order in the second, where a weight's gradient comes
     before its bias's; with this cap buckets differ by that.
     """
-    ddp = DistributedDataParallel(SCENARIOS["graph break"]().model, bucket_cap_mb=0.03)
+    ddp = DistributedDataParallel(_Broken(), bucket_cap_mb=0.03)
     compiled = _compile(ddp)
     for batch in (2, 3):
         compiled(torch.randn(batch, 64)).sum().backward()
@@ -124,7 +137,7 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
 
 
 def test_after_an_evaluation_explain_still_says_what_completes_buckets(one_rank: None) -> None:
-    """Its graph has no gradients, and is no recompile; nor are DDP's own times kept back."""
+    """Its graph has no gradients, and is no recompile; DDP's own times are shown still."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     assert "measured: nothing yet" in str(ddpopt.explain(ddp).hints)
@@ -184,7 +197,7 @@ def test_the_document_is_json_with_every_section_and_node(one_rank: None, split:
 def test_buckets_have_predicted_and_measured_times(
     one_rank: None, options: dict[str, Any], expected: list[str]
 ) -> None:
-    """In order, and the predicted ones for DDP's buckets, not for the plan's.
+    """Times are in order, and predicted ones are for DDP's buckets, not for the plan's.
 
     A forward that is not cut has no sections to measure.
     """
@@ -206,7 +219,7 @@ def test_buckets_have_predicted_and_measured_times(
     assert document["hints"] == []
 
 
-def test_what_is_missing_is_named_with_the_way_to_get_it(one_rank: None) -> None:
+def test_missing_times_are_named_with_the_way_to_get_them(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(torch.randn(2, 64)).sum().backward()
@@ -230,7 +243,7 @@ def test_a_plan_of_another_model_predicts_nothing(one_rank: None) -> None:
 
 
 def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
-    """With all its nodes in one section."""
+    """All its nodes are in one section."""
     (graph,) = _explain(enabled=False).to_dict()["graphs"]
     assert graph["fallback"]["name"] == "DISABLED"
     assert graph["fallback"]["text"] == ddpopt.errors.Reason.DISABLED.value
@@ -239,11 +252,11 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
 
 
 def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
-    """As they do where nothing between them can be cut: here two sections are made one."""
+    """They do where nothing between them can be cut; here two sections are made one."""
     ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(torch.randn(2, 64)).sum().backward()
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     first, second, third = cut.sections
     joined = dataclasses.replace(
         first, stop=second.stop, parameters=first.parameters + second.parameters
@@ -256,7 +269,9 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["html", "json", "txt"])
-def test_save_writes_what_the_name_says(one_rank: None, tmp_path: Path, suffix: str) -> None:
+def test_save_writes_the_format_of_the_files_suffix(
+    one_rank: None, tmp_path: Path, suffix: str
+) -> None:
     explanation = _explain()
     path = tmp_path / f"model.{suffix}"
     explanation.save(path)
@@ -273,7 +288,7 @@ def test_save_replaces_a_file(one_rank: None, tmp_path: Path, suffix: str) -> No
     assert "an earlier one" not in path.read_text()
 
 
-def test_another_name_is_an_error(one_rank: None, tmp_path: Path) -> None:
+def test_save_refuses_other_suffixes(one_rank: None, tmp_path: Path) -> None:
     with pytest.raises(ddpopt.errors.OptionError, match=r"does not end in \.html, \.json or \.txt"):
         _explain().save(tmp_path / "model.pdf")
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,9 @@
-"""`metrics`: numbers of real steps of two ranks, and what is not known is left out."""
+"""`metrics`: numbers of real steps of two ranks; those that are not known are left out."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.inspection import metrics
+from ddpopt.steps import clock
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 
-PAUSE_S = 0.05
+STEP_S = 0.05
 TIMES = {
     "ddpopt.forward.ms",
     "ddpopt.backward.ms",
@@ -25,27 +26,29 @@ TIMES = {
 
 
 def _train(rank: int, kind: str) -> list[dict[str, float]]:
-    """Return the metrics before, within and after some steps."""
+    """Return the metrics before, within and after some steps, which begin `STEP_S` apart."""
     torch._dynamo.reset()
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     options = {"inner": "aot_eager"}
     run: Any = ddp
     if kind == "compiled":
         run = torch.compile(ddp, backend="ddpopt", options=options)
-    found = [ddpopt.metrics(run)]
-    for size in (4, 4, 4, 4, 6):
-        time.sleep(PAUSE_S)
-        train(ddp, batches(rank, [(size, WIDTH)]), run)
-        found.append(ddpopt.metrics(run))
-    return found
+    now_s = 0.0
+    values = [ddpopt.metrics(run)]
+    with mock.patch.object(clock, "time", mock.Mock(perf_counter=lambda: now_s)):
+        for size in (4, 4, 4, 4, 6):
+            now_s += STEP_S
+            train(ddp, batches(rank, [(size, WIDTH)]), run)
+            values.append(ddpopt.metrics(run))
+    return values
 
 
-def test_a_compiled_models_steps_are_told(ranks: Ranks) -> None:
+def test_a_compiled_model_has_times_and_counts_of_its_steps(ranks: Ranks) -> None:
     for first, *_, last in ranks.run(_train, "compiled"):
         assert not TIMES & first.keys()
         assert first["ddpopt.graphs"] == 0
         assert last.keys() >= TIMES
-        assert last["ddpopt.step.ms"] >= PAUSE_S * 1e3
+        assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)
         assert last["ddpopt.sections"] > last["ddpopt.graphs"] == 2  # batches of two sizes
         assert last["ddpopt.recompiles"] == 1
         assert last["ddpopt.buckets"] > 1
@@ -60,9 +63,11 @@ def test_a_compiled_models_steps_are_told(ranks: Ranks) -> None:
 
 
 def test_an_uncompiled_model_has_times_too(ranks: Ranks) -> None:
-    for found in ranks.run(_train, "uncompiled"):
-        assert found[-1].keys() >= TIMES
-        assert found[-1]["ddpopt.sections"] == found[-1]["ddpopt.graphs"] == 0
+    """Its numbers of sections and graphs are 0."""
+    for *_, last in ranks.run(_train, "uncompiled"):
+        assert last.keys() >= TIMES
+        assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)
+        assert last["ddpopt.sections"] == last["ddpopt.graphs"] == 0
 
 
 def _train_with_source(rank: int) -> list[dict[str, float]]:
@@ -71,13 +76,13 @@ def _train_with_source(rank: int) -> list[dict[str, float]]:
     metrics.set_source(ddp, lambda: source)
     source: Any = lambda: {"ddpopt.algorithm.steps": 4.0}  # noqa: E731  # an algorithm's handle
     train(ddp, batches(rank, [(4, WIDTH)] * 4))
-    found = [ddpopt.metrics(ddp)]
+    during = ddpopt.metrics(ddp)
     source = None
-    return [*found, ddpopt.metrics(ddp)]
+    return [during, ddpopt.metrics(ddp)]
 
 
-def test_of_an_algorithms_communication_ddp_knows_nothing(ranks: Ranks) -> None:
-    """Its log has what it would have sent, in the time that a hook took: that is left out."""
+def test_ddps_numbers_of_communication_are_left_out_beside_an_algorithm(ranks: Ranks) -> None:
+    """DDP logs bytes that it would have sent, and the time that the algorithm's hook took."""
     for during, after in ranks.run(_train_with_source):
         assert during["ddpopt.algorithm.steps"] == 4
         assert not [name for name in during if "communication" in name]
@@ -85,6 +90,6 @@ def test_of_an_algorithms_communication_ddp_knows_nothing(ranks: Ranks) -> None:
         assert after.keys() >= TIMES
 
 
-def test_something_else_is_an_error() -> None:
+def test_what_is_no_ddp_module_is_refused() -> None:
     with pytest.raises(TypeError, match="takes a DistributedDataParallel module"):
         ddpopt.metrics(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""`record`: what it notes of real steps on two ranks, shown by the order of events."""
+"""`record`: the times that it notes of real steps on two ranks, by the order of events."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from ddpopt.inspection.page import render_page
 from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
 from ddpopt.planning.timeline import BucketTimes
 from ddpopt.steps import clock, sections
+from ddpopt.steps.forwards import find_subscriber
+from ddpopt.steps.timer import StepTimer
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
 
@@ -74,7 +76,7 @@ def _record(
 
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
 def test_each_step_is_noted_in_its_order(ranks: Ranks, kind: str) -> None:
-    """Forward, backward, sections in it, buckets: ready, launched, finished before DDP is done."""
+    """Sections lie in it; buckets are ready, launched, and finished before DDP is done."""
     for steps, _ in ranks.run(_record, kind):
         assert len(steps) == 3
         for step in steps:
@@ -143,14 +145,14 @@ def _record_with_hook(rank: int) -> tuple[Any, ...]:
 
 
 def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
-    """The launch comes after the hook was called, and the finish where its callback was run.
+    """The launch comes after the hook was called, and the finish after its callback was run.
 
-    And none finishes before both ranks have launched it; they share a clock.
+    None finishes before both ranks have launched it; they share a clock.
     """
-    found = ranks.run(_record_with_hook)
+    results = ranks.run(_record_with_hook)
     launched: list[list[float]] = []
     finished: list[list[float]] = []
-    for steps, _, notes in found:
+    for steps, _, notes in results:
         buckets = [bucket for step in steps for bucket in step.buckets]
         assert len(buckets) == len(notes)
         for bucket, (before_s, done) in zip(buckets, notes, strict=True):
@@ -159,24 +161,25 @@ def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
                 assert bucket.launched_s < done_s <= bucket.finished_s
         launched.append([bucket.launched_s for bucket in buckets])
         finished.append([bucket.finished_s for bucket in buckets])
-    for starts, stops in zip(zip(*launched, strict=True), zip(*finished, strict=True), strict=True):
-        assert max(starts) < min(stops)
+    for k in range(len(launched[0])):
+        assert max(times[k] for times in launched) < min(times[k] for times in finished)
 
 
-def _swapped(order: tuple[int, ...]) -> list[int]:
-    """Return which of three allreduces, of 8, 9 and 9 elements, are found where so they started."""
+def _in_order_of_launch(order: tuple[int, ...]) -> list[int]:
+    """Return the order found for allreduces of 8, 9 and 9 elements that started in `order`."""
     started = [
         recorder.Allreduce(float(place), 5.0, num_elements=(8, 9, 9)[bucket])
         for place, bucket in enumerate(order)
     ]
-    found = recorder.in_order_of_launch(started, (8, 9, 9))
-    return [order[started.index(each)] for each in found]
+    launched = recorder.in_order_of_launch(started, (8, 9, 9))
+    return [order[started.index(allreduce)] for allreduce in launched]
 
 
 def test_allreduces_that_start_out_of_order_are_known_by_their_size() -> None:
-    """Equal ones by their start, and all of them where a hook has others in their place."""
-    assert _swapped((0, 1, 2)) == _swapped((1, 0, 2)) == _swapped((1, 2, 0)) == [0, 1, 2]
-    assert _swapped((2, 1, 0)) == [0, 2, 1]
+    """Equal ones are known by their start, as all are where a hook has others in their place."""
+    for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0)):
+        assert _in_order_of_launch(order) == [0, 1, 2]
+    assert _in_order_of_launch((2, 1, 0)) == [0, 2, 1]
     others = [recorder.Allreduce(1.0, 2.0, 3), recorder.Allreduce(2.0, 3.0, 4)]
     assert recorder.in_order_of_launch(others, (8, 9)) == others
 
@@ -199,19 +202,19 @@ def _record_one_step(rank: int) -> tuple[RecordedStep, str]:
 
 
 def test_the_page_has_the_recorded_allreduces(ranks: Ranks) -> None:
-    """With times that count from the end of forward."""
+    """Their times count from the end of forward."""
     for step, page in ranks.run(_record_one_step):
-        found = re.search(r'id="explanation"[^>]*>(.*?)</script>', page, re.DOTALL)
-        assert found is not None
-        shown = [bucket["measured"] for bucket in json.loads(found[1])["buckets"]]
-        assert len(shown) == len(step.buckets) == 3
-        for times, bucket in zip(shown, step.buckets, strict=True):
+        match = re.search(r'id="explanation"[^>]*>(.*?)</script>', page, re.DOTALL)
+        assert match is not None
+        times_on_page = [bucket["measured"] for bucket in json.loads(match[1])["buckets"]]
+        assert len(times_on_page) == len(step.buckets) == 3
+        for times, bucket in zip(times_on_page, step.buckets, strict=True):
             for name, time_s in times.items():
                 assert time_s == pytest.approx(getattr(bucket, name) - step.forward_stop_s)
 
 
 def _step(at_s: float, finished_s: float | None, num_bytes: int = 8) -> RecordedStep:
-    """Of one section and one bucket; forward ends 1 s after the step's begin."""
+    """A step of one section and one bucket; forward ends 1 s after the step's begin."""
     return RecordedStep(
         forward_start_s=at_s,
         forward_stop_s=at_s + 1,
@@ -237,7 +240,7 @@ def test_medians_are_of_steps_like_the_last_one() -> None:
 
 
 def _record_between(rank: int) -> tuple[int, int]:
-    """Steps that do not communicate, evaluation, and two forwards before a backward."""
+    """Record a step that does not communicate, an evaluation, and two forwards to a backward."""
     ddp, model = _model("backward")
     xs = batches(rank, [(8, WIDTH)] * (SETTLED + 3))
     for x in xs[:SETTLED]:
@@ -249,11 +252,12 @@ def _record_between(rank: int) -> tuple[int, int]:
         with torch.no_grad():
             model(xs[2])
         (model(xs[2]).sum() + model(xs[3]).sum()).backward()
-    forwards = [s for s in recording.steps[-1].sections if s.kind == "backward"]
-    return len(recording.steps), len(forwards)
+    backward = [s for s in recording.steps[-1].sections if s.kind == "backward"]
+    return len(recording.steps), len(backward)
 
 
 def test_only_steps_that_communicate_count(ranks: Ranks) -> None:
+    """The last one has the backward sections of both forwards, three each."""
     assert ranks.run(_record_between) == [(2, 6), (2, 6)]
 
 
@@ -271,14 +275,14 @@ class _Checkpointed(MLP):
 def test_a_backward_ends_after_those_within_it(one_rank: None, is_shared: bool) -> None:
     """The input's gradient comes last; a shared layer is ready with its last use.
 
-    Also in later steps, in which fewer gradients are watched: of the outer backward's none
+    So it is in later steps, in which fewer gradients are watched: of the outer backward's none
     completes a bucket.
     """
     model = _Checkpointed(3, bias=False)
     if is_shared:
         model.layers[1] = model.layers[0]
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, static_graph=is_shared)
-    told_s: list[float] = []
+    told_s: list[float] = []  # when hooks of this test were called
     expected: list[tuple[float, ...]] = []
 
     def step() -> float:
@@ -299,14 +303,14 @@ def test_a_backward_ends_after_those_within_it(one_rank: None, is_shared: bool) 
             *_, first_layer_s, input_s = told_s
             expected.append((first_layer_s, input_s, ended_s))
     assert len(recording.steps) == 3
-    for each, (first_layer_s, input_s, ended_s) in zip(recording.steps, expected, strict=True):
-        first_layer = each.buckets[-1]
+    for recorded, (first_layer_s, input_s, ended_s) in zip(recording.steps, expected, strict=True):
+        first_layer = recorded.buckets[-1]
         assert first_layer_s < first_layer.ready_s < first_layer.launched_s < input_s
-        assert input_s < each.backward_stop_s < ended_s
+        assert input_s < recorded.backward_stop_s < ended_s
 
 
 def test_a_backward_without_a_forward_of_ddp_is_in_no_step(one_rank: None) -> None:
-    """Gradients that arrive once more after a step's backward are not its own."""
+    """Gradients that arrive once more after a step's backward are not of that step."""
     ddp, _ = _model("uncompiled")
     with ddpopt.record(ddp) as recording:
         ddp(torch.ones(8, WIDTH)).sum().backward()
@@ -366,8 +370,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("first", "has_step"), [("", False), ("ddpopt.metrics(ddp)", True)])
-def test_ddp_is_recorded_where_nothing_is_compiled(first: str, has_step: bool) -> None:
-    """In a process that has never looked up the backend, which reports forwards."""
+def test_steps_are_recorded_where_nothing_is_compiled(first: str, has_step: bool) -> None:
+    """The process has never looked up the backend, which reports forwards elsewhere."""
     code = EAGER.format(first=first)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["1", "1", str(has_step)]
@@ -387,11 +391,11 @@ def _record_under_profiler(rank: int) -> tuple[list[str], tuple[str, ...], list[
     for x in batches(rank, [(8, WIDTH)] * SETTLED):
         model(x).sum().backward()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler, ddpopt.record(model) as found:
+    with torch.profiler.profile(activities=activities) as profiler, ddpopt.record(model) as made:
         model(torch.ones(8, WIDTH)).sum().backward()
-    (step,) = found.steps
+    (step,) = made.steps
     names = [event.name for event in profiler.events() if event.name.startswith("ddpopt")]
-    return names, found.notes, [bucket.finished_s for bucket in step.buckets]
+    return names, made.notes, [bucket.finished_s for bucket in step.buckets]
 
 
 def test_beside_torch_profiler_sections_and_buckets_are_named_ranges(ranks: Ranks) -> None:
@@ -416,14 +420,59 @@ def test_before_ddp_has_told_its_buckets_a_note_says_when_to_record(one_rank: No
     assert "after the first four steps" in str(recording)
 
 
-def test_nothing_stays_behind(one_rank: None) -> None:
-    """Neither a listener nor a hook, also when the step fails."""
+class _CountingTimer(StepTimer):
+    """Counts the calls of its hooks, all timers together."""
+
+    num_calls = 0
+
+    def _arrive(self, index: int, gradients: object) -> None:
+        _CountingTimer.num_calls += 1
+        super()._arrive(index, gradients)
+
+    def _launch(self, index: int, inputs: object, outputs: object) -> None:
+        _CountingTimer.num_calls += 1
+        super()._launch(index, inputs, outputs)
+
+
+def _fail(_gradient: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("place", ["in backward", "in forward", "between steps", "nowhere"])
+def test_a_recording_leaves_no_listener_subscriber_or_hook(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """An error may end it in a step or beside one."""
+    monkeypatch.setattr(recorder, "StepTimer", _CountingTimer)
+    monkeypatch.setattr(_CountingTimer, "num_calls", 0)
+    ddp, model = _model("backward")
+    x = torch.ones(8, WIDTH)
+    model(x).sum().backward()
+    is_raised = contextlib.nullcontext() if place == "nowhere" else pytest.raises(ArithmeticError)
+    with is_raised, ddpopt.record(model) as recording:
+        if place == "in backward":
+            ddp.module.layers[3].weight.register_hook(_fail)
+        model(x).sum().backward()
+        if place == "in forward":
+            with mock.patch.object(ddp, "_post_forward", side_effect=ArithmeticError):
+                model(x)
+        if place == "between steps":
+            raise ArithmeticError
+    num_calls = _CountingTimer.num_calls
+    assert num_calls > 0
+    assert sections._listener is None
+    assert find_subscriber(ddp, recorder._Recorder) is None
+    for parameter in ddp.parameters():
+        # DDP may refuse the gradient after a backward that failed.
+        with contextlib.suppress(RuntimeError, ArithmeticError):
+            parameter.sum().backward()
+    assert _CountingTimer.num_calls == num_calls
+    assert len(recording.steps) == (place == "nowhere")
+
+
+def test_a_step_after_the_block_is_not_recorded(one_rank: None) -> None:
     _, model = _model("backward")
     model(torch.ones(8, WIDTH)).sum().backward()
-    with contextlib.suppress(ArithmeticError), ddpopt.record(model) as recording:
-        raise ArithmeticError
-    assert sections._listener is None
-    assert recording.steps == ()
     with ddpopt.record(model) as recording:
         pass
     model(torch.ones(8, WIDTH)).sum().backward()
@@ -440,13 +489,13 @@ def test_two_recordings_at_a_time_are_refused(one_rank: None) -> None:
         pass
 
 
-def test_something_else_is_refused() -> None:
+def test_what_is_no_ddp_module_is_refused() -> None:
     with pytest.raises(TypeError, match="this is a Linear"), ddpopt.record(nn.Linear(1, 1)):
         pass
 
 
 class _LateEvent:
-    """Of a GPU that gets to what is queued 100 s later, but to the first at once."""
+    """Is of a GPU that gets to queued work 100 s later, but to the first at once."""
 
     first: ClassVar[float | None] = None
 
@@ -467,7 +516,7 @@ class _LateEvent:
 def test_on_a_gpu_times_are_those_at_which_it_got_there(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the processor, which is ahead: of steps, sections and gradients."""
+    """The processor is ahead; times of steps, sections and gradients are the GPU's."""
     _, model = _model("backward")
     inputs = batches(0, [(8, WIDTH)] * (SETTLED + 3))
     for x in inputs[:SETTLED]:

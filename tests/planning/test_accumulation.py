@@ -1,7 +1,8 @@
-"""Buckets change only where no gradient waits to be reduced, in loops that people write.
+"""`rebucket`, a file's plan and the tuner change buckets only where no gradient waits.
 
 A Reducer notes which parameters were used since its last reduction, and may hold gradients in its
-buckets; a new one knows nothing of either. Each loop runs beside eager DDP, step by step.
+buckets; a new one knows nothing of either. Loops are such as people write; each runs beside eager
+DDP, step by step.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
-from ddpopt.planning import AllreduceCost, Gradient, Profile, rebucket
+from ddpopt.planning import rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision, Verdict
 from tests.support.models import assert_equal_states, batches, state_of
+from tests.support.plans import COST, plan_of
 from tests.support.ranks import Ranks, error_of
 
 WIDTH = 16
-COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
 
 
 class Heads(nn.Module):
@@ -52,13 +53,9 @@ def _heads(ddp_options: dict[str, Any]) -> Heads:
 
 
 def _plan(module: nn.Module) -> BucketPlan:
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    gradients = tuple(
-        Gradient(name=name, num_bytes=p.numel() * 4, ready_s=k * 1e-3)
-        for k, (name, p) in enumerate(reversed(trained))
-    )
-    profile = Profile(gradients=gradients, backward_s=1.0)
-    return BucketPlan(profile=profile, cost=COST, world_size=2, sizes=(2, 4, len(trained) - 6))
+    """A plan of three buckets for `Heads`, whose second head may be frozen."""
+    num_trained = sum(p.requires_grad for p in module.parameters())
+    return plan_of(module, (2, 4, num_trained - 6))
 
 
 class Loop:
@@ -83,7 +80,7 @@ class Loop:
 
 
 def _with_task_heads(loop: Loop) -> None:
-    """Head 0 gets gradients under no_sync alone."""
+    """Head 0 gets gradients under no_sync alone, and head 1 in the rest of the step."""
     loop.optimizer.zero_grad()
     loop.accumulate(0)
     loop.backward(1)
@@ -100,7 +97,7 @@ def _unevenly(loop: Loop) -> None:
 
 
 def _locally(loop: Loop) -> None:
-    """Steps of each rank alone, and then one for all."""
+    """Each rank takes steps alone, and then one that is reduced."""
     for _ in range(2):
         loop.optimizer.zero_grad()
         loop.accumulate(0)
@@ -126,7 +123,7 @@ def _clipped(loop: Loop) -> None:
 
 
 def _skipped(loop: Loop) -> None:
-    """As a GradScaler does where gradients overflow."""
+    """The optimizer's step is left out at times, as by a GradScaler where gradients overflow."""
     loop.optimizer.zero_grad()
     loop.accumulate(0)
     loop.backward(0)
@@ -141,7 +138,7 @@ def _never_zeroed(loop: Loop) -> None:
 
 
 def _static(loop: Loop) -> None:
-    """The first backward of a static graph cannot be under no_sync."""
+    """Every other step accumulates; a static graph's first backward cannot be under no_sync."""
     loop.optimizer.zero_grad()
     if loop.number % 2:
         loop.accumulate(0)
@@ -150,7 +147,7 @@ def _static(loop: Loop) -> None:
 
 
 def _static_and_always_accumulating(loop: Loop) -> None:
-    """But for the first step."""
+    """All steps accumulate but the first, which a static graph cannot have under no_sync."""
     loop.optimizer.zero_grad()
     if loop.number:
         loop.accumulate(0)
@@ -187,13 +184,16 @@ def _zeroed_early(loop: Loop) -> None:
 UNUSED = {"find_unused_parameters": True}
 VIEWS = {"gradient_as_bucket_view": True, **UNUSED}
 STATIC = {"static_graph": True}
-CHANGES, LIE = "change", "gradients lie in DDP's buckets (gradient_as_bucket_view=True); call zero_"
+# What comes of a file's buckets: they are taken, or why they are not.
+CHANGES = "change"
+LIE = "gradients lie in DDP's buckets (gradient_as_bucket_view=True); call zero_"
+UNREDUCED = "and has reduced none; let no backward run there"
 Row = tuple[Callable[[Loop], None], dict[str, Any], str]
 LOOPS: list[Row] = [
     (_with_task_heads, UNUSED, CHANGES),
     (_unevenly, UNUSED, CHANGES),
     (_locally, UNUSED, CHANGES),
-    (_past_ddp, UNUSED, "and has reduced none; let no backward run there"),
+    (_past_ddp, UNUSED, UNREDUCED),
     (_clipped, UNUSED, CHANGES),
     (_skipped, UNUSED, CHANGES),
     (_never_zeroed, UNUSED, CHANGES),
@@ -202,7 +202,7 @@ LOOPS: list[Row] = [
     (_zeroed_late, VIEWS, LIE),
     (_held, VIEWS, LIE),
     (_static, STATIC, CHANGES),
-    (_static_and_always_accumulating, STATIC, "and has reduced none; let no backward run there"),
+    (_static_and_always_accumulating, STATIC, UNREDUCED),
     (_static, {**STATIC, "find_unused_parameters": True}, CHANGES),
 ]
 
@@ -218,7 +218,7 @@ def _pair(rank: int, options: dict[str, Any], ddp_options: dict[str, Any]) -> tu
 
 
 def _step(step: Callable[[Loop], None], *loops: Loop) -> None:
-    """A step of each, after which they are equal, as ranks are."""
+    """Run a step of each loop, after which they are equal, as ranks are."""
     for loop in loops:
         step(loop)
         loop.number += 1
@@ -248,10 +248,10 @@ def _name(row: Row) -> str:
     [*((row, "auto") for row in LOOPS), *((row, "forward") for row in LOOPS[:2])],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
-def test_a_files_buckets_come_between_accumulations_or_it_says_why_not(
+def test_a_files_buckets_come_between_accumulations_or_explain_says_why_not(
     ranks: Ranks, tmp_path: Path, row: Row, split: str
 ) -> None:
-    """And whatever it does, each step is eager's."""
+    """Each step is eager's, whether buckets change or not."""
     for text, is_changed in ranks.run(_train_with_file, str(tmp_path), row, split):
         assert is_changed == (row[2] is CHANGES), text
         if not is_changed:
@@ -276,8 +276,10 @@ def _train_tuned(rank: int, row: Row, is_worse: bool) -> str:
 
 
 @pytest.mark.parametrize("row", [LOOPS[0], LOOPS[1], LOOPS[7], LOOPS[-1]], ids=_name)
-def test_so_does_a_search_and_its_way_back(ranks: Ranks, row: Row) -> None:
-    """The buckets of before come back between accumulations too."""
+def test_a_search_changes_buckets_and_takes_them_back_between_accumulations(
+    ranks: Ranks, row: Row
+) -> None:
+    """Each step is eager's, before, between and after."""
     for outcome in ranks.run(_train_tuned, row, True):
         assert outcome == "buckets change\njudged"
 
@@ -342,7 +344,7 @@ NOTED = "parameters have gradients, and DDP, which looks for unused parameters, 
 def test_rebucket_refuses_on_all_ranks_where_gradients_accumulate(
     ranks: Ranks, case: str, is_compiled: bool, text: str
 ) -> None:
-    """And where gradients may be noted for a reduction to come."""
+    """It refuses too where DDP may have noted gradients for a reduction to come."""
     for raised in ranks.run(_rebucket_at, case, is_compiled):
         assert text in raised
 
@@ -358,7 +360,7 @@ def _rebucket_with_views(rank: int) -> list[str]:
 
 
 def test_rebucket_refuses_where_gradients_lie_in_the_buckets(ranks: Ranks) -> None:
-    """Until they are set to None."""
+    """It takes the plan once they are set to None."""
     for before, after in ranks.run(_rebucket_with_views):
         assert LIE in before
         assert after == "nothing"
@@ -376,7 +378,7 @@ def _rebucket_unfinished(rank: int) -> str:
 
 
 def test_rebucket_refuses_while_a_reduction_has_not_ended(ranks: Ranks) -> None:
-    """A new Reducer would hide DDP's own error."""
+    """A new Reducer would hide DDP's own error, which the next forward raises."""
     for text in ranks.run(_rebucket_unfinished):
         assert "DDP has not ended the reduction of the last backward" in text
 
@@ -395,7 +397,7 @@ def _rebucket_static(rank: int, is_compiled: bool) -> None:
 
 
 def _num_drawn(loop: Loop, rank: int) -> int:
-    """How many batches a loop has had."""
+    """The number of batches that a loop has had."""
     rest = list(loop.inputs)
     loop.inputs = iter(rest)
     return 200 - len(rest)

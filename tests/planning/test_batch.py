@@ -1,4 +1,4 @@
-"""What a model is called with, the tensors in what it returns, and a loss of them."""
+"""Batches that a model is called with, the tensors in its output, and a loss of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
 
 
 @pytest.mark.parametrize(
-    ("given", "args", "kwargs"),
+    ("example_inputs", "args", "kwargs"),
     [
         (ONE, (ONE,), {}),
         ((ONE, 3), (ONE, 3), {}),
@@ -28,11 +28,11 @@ ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
         (Batch((1,), {"x": 2}), (1,), {"x": 2}),
     ],
 )
-def test_a_batch_is_what_a_forward_is_called_with(
-    given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+def test_inputs_of_each_form_become_the_arguments_of_a_forward(
+    example_inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """A tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
-    assert as_batch(given) == Batch(args, kwargs)
+    """They are one argument, a sequence of positional ones, or a mapping of keyword arguments."""
+    assert as_batch(example_inputs) == Batch(args, kwargs)
 
 
 @dataclass
@@ -42,16 +42,16 @@ class Output:
     itself: Any = None
 
 
-def test_tensors_are_found_once_in_whatever_holds_them() -> None:
-    """Sequences, mappings and objects, which may refer to each other; not in modules."""
+def test_each_tensor_in_an_output_is_found_once() -> None:
+    """Sequences, mappings and objects hold them, and refer to each other; modules are left out."""
     output = Output(ONE, TWO)
     output.itself = [output, {"a": (ONE,), "module": nn.Linear(2, 2)}]
     assert [id(tensor) for tensor in tensors_of(output)] == [id(ONE), id(TWO)]
     assert list(tensors_of([None, "text", 3, Output])) == []
 
 
-def test_an_outputs_own_loss_comes_first() -> None:
-    """If it is a scalar with a gradient; else all that has one counts."""
+def test_an_outputs_loss_comes_first_if_it_is_a_scalar_with_a_gradient() -> None:
+    """Of other outputs all tensors with a gradient are added up."""
     loss, other = torch.ones((), requires_grad=True), torch.ones(4, requires_grad=True)
     for output in (Output(other, loss), {"loss": loss, "logits": other}):
         assert find_loss(output) is loss

@@ -1,7 +1,4 @@
-"""What `calibrate` does on a GPU, and when, shown without one.
-
-`test_rebucket.py` measures real ranks.
-"""
+"""`calibrate`: what two ranks measure, and what it does on a GPU, shown without one."""
 
 from __future__ import annotations
 
@@ -11,11 +8,35 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpopt.planning import calibrate
+import ddpopt
+from ddpopt.planning import AllreduceCost, calibrate
+from tests.support.ranks import Ranks
 
 
-def test_products_beside_an_allreduce_do_not_wait_for_it() -> None:
-    """Only for their own stream: else each would seem to take as long as the allreduce."""
+def _calibrate(rank: int) -> AllreduceCost:
+    if rank:
+        torch.randn(200, 200) @ torch.randn(200, 200)  # ranks need not do the same before
+    return ddpopt.calibrate()
+
+
+def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
+    first, second = ranks.run(_calibrate)
+    assert first == second
+    assert first.s_per_byte > 0
+    assert first.contention >= 1
+    assert 0 <= first.launch_s < 1
+
+
+def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
+    with pytest.raises(ddpopt.errors.PlanError, match="one rank"):
+        ddpopt.calibrate()
+
+
+# ---- On a GPU -----------------------------------------------------------------------------------
+
+
+def test_products_beside_an_allreduce_wait_for_their_own_stream_alone() -> None:
+    """One that waited for the allreduce would seem to take as long."""
     bench = calibrate._Bench(None, torch.device("meta"))
     is_wanted = iter([True, True, False])
     with mock.patch.multiple(
@@ -41,20 +62,20 @@ def test_products_beside_an_allreduce_do_not_wait_for_it() -> None:
 def test_a_backend_that_only_the_gpu_has_is_measured(
     accelerator: str | None, backends: str, expected: str
 ) -> None:
-    """There the gradients are; one that the processor has too says nothing of where they are."""
-    found = accelerator and torch.device(accelerator)
+    """Gradients are there; a backend that the processor has too does not say where they are."""
+    device = accelerator and torch.device(accelerator)
     with (
         mock.patch.object(dist, "get_backend_config", return_value=backends),
         mock.patch.multiple(
-            torch.accelerator, current_accelerator=lambda _: found, current_device_index=lambda: 3
+            torch.accelerator, current_accelerator=lambda _: device, current_device_index=lambda: 3
         ),
     ):
         assert calibrate._device_of(None) == torch.device(expected)
 
 
 def test_a_real_group_tells_its_backends(one_rank: None) -> None:
-    """In torch's words; of gloo alone the processor's path is measured."""
-    found = torch.device("cuda")
-    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=found):
+    """A group of gloo alone has the processor's path measured, one of NCCL the GPU's."""
+    device = torch.device("cuda")
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=device):
         is_gloo = dist.get_backend() == "gloo"
         assert calibrate._device_of(None).type == ("cpu" if is_gloo else "cuda")

@@ -12,7 +12,7 @@ from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile, fit
 
 
 def test_a_ring_sends_all_but_one_part_twice() -> None:
-    """Of 2 ranks each sends half of the bytes twice, in 2 messages in a row."""
+    """Each of 2 ranks sends half of the bytes twice, in 2 messages in a row."""
     cost = Network(latency_s=1e-3, bytes_per_s=1e6).allreduce(2)
     assert cost.startup_s == pytest.approx(2e-3)
     assert cost.seconds(1e6) == pytest.approx(1.002)

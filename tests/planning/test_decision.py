@@ -1,4 +1,4 @@
-"""Decisions for other buckets, from times that are given."""
+"""Decisions for other buckets, from times that the tests choose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _decide(_rank: int, left_s: float, allreduce_s: float) -> decision.Decision:
 
 
 def test_a_small_gain_has_to_exceed_the_predictions_error(ranks: Ranks) -> None:
-    """A gain of some 5 % does not, if as much of the iteration is unexplained; 20 % is large."""
+    """A gain of some 5 % does not where 7 % of the iteration is unexplained; one of 20 % does."""
     sure, _ = ranks.run(_decide, 0.0, 0.007)
     unsure, _ = ranks.run(_decide, 0.008, 0.007)
     large, _ = ranks.run(_decide, 0.03, 0.05)

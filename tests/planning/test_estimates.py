@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.errors import PlanError
-from ddpopt.planning import Device, measure_device
+from ddpopt.planning import Device, estimates, measure_device
 from ddpopt.planning.costs import Gradient, Profile
 from ddpopt.planning.estimates import call_costs, estimate, scale
 from ddpopt.split import state
@@ -112,7 +113,7 @@ def _total(output: Any) -> torch.Tensor:
 def test_gradients_are_in_the_order_in_which_hooks_see_them(
     model: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> None:
-    """Of a real backward in eager; the tied weight comes once, at its last use."""
+    """The hooks are those of an eager backward; a tied weight comes once, at its last use."""
     seen: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
@@ -134,11 +135,11 @@ def test_times_follow_from_flops_and_rates() -> None:
 
 
 def test_gradients_have_the_sizes_and_groups_of_their_parameters() -> None:
-    """A group is a dtype on a device."""
+    """Parameters of one dtype on one device are a group."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     model[0].register_forward_hook(lambda module, args, output: output.double())
-    found = {g.name: (g.num_bytes, g.group) for g in estimate(model, torch.ones(2, 4)).gradients}
-    assert found == {
+    gradients = estimate(model, torch.ones(2, 4), device=DEVICE).gradients
+    assert {g.name: (g.num_bytes, g.group) for g in gradients} == {
         "0.weight": (64, "torch.float32 on cpu"),
         "0.bias": (16, "torch.float32 on cpu"),
         "1.weight": (128, "torch.float64 on cpu"),
@@ -207,7 +208,7 @@ def test_the_loss_is_found_in_what_the_model_returns(arrange: Callable[..., Any]
     assert estimate(model, torch.ones(2, 64), device=DEVICE) == expected
 
 
-def test_the_loss_can_be_given() -> None:
+def test_a_loss_function_is_called_with_the_models_output() -> None:
     """The model returns the outputs of two layers; the loss is computed from the first."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model.forward = lambda x: {name: layer(x) for name, layer in model.items()}
@@ -223,7 +224,7 @@ def test_the_loss_ends_forward() -> None:
     assert profile.forward_s == pytest.approx(2 * 8 * 16 * 16 + 2 * 8 * 16 * 8)
 
 
-def test_what_is_checkpointed_is_computed_again_in_backward() -> None:
+def test_a_checkpointed_forward_is_computed_again_in_backward() -> None:
     """Backward then has all products of forward once more."""
 
     class Checkpointed(MLP):
@@ -249,10 +250,13 @@ def test_neither_the_model_nor_random_numbers_change() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_without_rates_the_device_of_the_model_is_measured() -> None:
-    """Then backward takes some time, and the source is said."""
-    profile = estimate(MLP(depth=2), torch.ones(2, 64))
-    assert profile.backward_s > 0
+def test_without_rates_those_of_the_models_device_and_dtypes_are_measured() -> None:
+    model, x = MLP(depth=2).bfloat16(), torch.ones(2, 64, dtype=torch.bfloat16)
+    rates = Device(flops_per_s={torch.bfloat16: 1e9}, bytes_per_s=1e9)
+    with mock.patch.object(estimates, "measure_device", return_value=rates) as measure:
+        profile = estimate(model, x)
+    measure.assert_called_once_with(torch.device("cpu"), [torch.bfloat16])
+    assert profile == estimate(model, x, device=rates)
     assert profile.source == "estimated"
 
 
@@ -281,7 +285,7 @@ class Constant(MLP):
         (nn.Embedding(4, 4, sparse=True), torch.tensor([1]), "gradient of weight is sparse"),
     ],
 )
-def test_what_cannot_be_estimated_is_said_with_a_remedy(
+def test_a_model_that_cannot_be_estimated_is_refused_with_a_remedy(
     model: nn.Module, inputs: Any, message: str
 ) -> None:
     """The error names the model and the reason."""
@@ -298,13 +302,13 @@ def test_what_cannot_be_estimated_is_said_with_a_remedy(
     ],
 )
 def test_a_loss_must_be_a_scalar_with_a_gradient(loss: Callable[..., Any], message: str) -> None:
-    """Else there is nothing to run backward from."""
+    """Backward runs from it."""
     with pytest.raises(PlanError, match=message):
         estimate(MLP(), torch.ones(2, 64), device=DEVICE, loss=loss)
 
 
 def test_an_output_without_a_floating_tensor_needs_a_loss() -> None:
-    """The error says so."""
+    """The largest element's index has no gradient; the error asks for a loss."""
     model = MLP()
     model.register_forward_hook(lambda module, args, output: output.argmax())
     with pytest.raises(PlanError, match="give a loss"):
@@ -338,14 +342,14 @@ def test_a_profile_is_stretched_to_measured_times() -> None:
 
 @pytest.mark.parametrize("backward_s", [0.1, 0.7, 1e-9, 123.456])
 def test_rounding_leaves_no_gradient_behind_the_end(backward_s: float) -> None:
-    """Which Profile would refuse."""
+    """Profile would refuse a gradient that is ready after its backward."""
     last = dataclasses.replace(PROFILE.gradients[1], ready_s=0.3)
     profile = Profile(gradients=(last,), backward_s=0.3)
     assert scale(profile, 0.0, backward_s).gradients[0].ready_s <= backward_s
 
 
 def test_a_backward_of_no_time_cannot_be_stretched() -> None:
-    """And a measured time must be one."""
+    """A measured time of less than nothing is refused too."""
     with pytest.raises(PlanError, match="backward_s is 0"):
         scale(Profile(gradients=(Gradient(name="a", num_bytes=1, ready_s=0),), backward_s=0), 1, 1)
     with pytest.raises(PlanError, match="is -1"):
@@ -354,7 +358,7 @@ def test_a_backward_of_no_time_cannot_be_stretched() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_model_is_estimated_as_it_is_uncompiled(one_rank: None, way: str) -> None:
-    """However it is compiled; `plan` and the command line estimate too."""
+    """That holds for all ways to compile it; `plan` and the command line estimate too."""
     torch.manual_seed(0)
     ddp = WAYS[way](Blocks(), lambda: {"backend": "ddpopt", "options": {"inner": "eager"}}, {})
     profile, expected = (
@@ -458,7 +462,7 @@ def test_a_pointwise_value_with_one_pointwise_reader_is_never_in_memory() -> Non
     ids=["two readers", "returned", "two readers, one through views"],
 )
 def test_a_pointwise_value_with_other_readers_is_written(function: Callable[..., Any]) -> None:
-    """Then it has to be in memory."""
+    """It has to be in memory for the second reader."""
     assert attribute(trace(function, torch.ones(4, 8)), "moved_bytes")["exp"] == 256
 
 
@@ -481,24 +485,24 @@ def test_a_product_runs_at_the_rate_of_its_dtype() -> None:
 
 
 def test_a_graph_without_values_is_refused() -> None:
-    """Without them there is no size to count."""
+    """Nodes that make_fx has not traced have no size to count."""
     with pytest.raises(PlanError, match=r"node input_1 .* no meta\['val'\]; trace .* make_fx"):
         call_costs(fx.symbolic_trace(nn.ReLU()).graph, BYTES)
 
 
 def test_a_graph_that_hands_its_input_through_costs_nothing() -> None:
-    """It has no calls."""
+    """Its graph has no calls."""
     assert call_costs(trace(lambda x: x, torch.ones(2)), BYTES) == {}
 
 
-def test_what_is_written_in_place_is_read_from_its_owner() -> None:
-    """A value that an operation in place overwrites is in memory, and fused with nothing."""
+def test_a_value_that_is_written_in_place_is_read_from_memory() -> None:
+    """An operation in place overwrites what is in memory, and is fused with nothing."""
     graph = trace(lambda x: x.exp().relu_() @ x, torch.ones(4, 4))
     assert attribute(graph, "moved_bytes")["mm"] == 3 * 64
 
 
 def test_a_graph_of_symbolic_shapes_is_refused() -> None:
-    """Costs are numbers."""
+    """Costs are numbers, and a symbol's is not known."""
     graph = make_fx(torch.relu, tracing_mode="symbolic")(torch.ones(3, 4)).graph
     with pytest.raises(PlanError, match="symbolic shape"):
         call_costs(graph, BYTES)

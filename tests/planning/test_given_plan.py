@@ -1,15 +1,18 @@
-"""`buckets="plan.json"` on two ranks: exactly those buckets from the third step, or an error."""
+"""`buckets="plan.json"`: two ranks get exactly those buckets from the third step, or an error.
+
+The tuner reads the file, and `rebucket` changes the buckets.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,23 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import BucketPlan
 from ddpopt.errors import Reason
-from ddpopt.planning import AllreduceCost, Gradient, Profile
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
-COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
-SIZES = (1, 4, 5, 2)
 NUM_STEPS = 5
 
 
-def _save_plan(path: Path, module: nn.Module, sizes: tuple[int, ...] = SIZES) -> str:
-    gradients = tuple(
-        Gradient(name=name, num_bytes=p.numel() * 4, ready_s=k * 1e-3)
-        for k, (name, p) in enumerate(list(module.named_parameters())[::-1])
-    )
-    profile = Profile(gradients=gradients, backward_s=1.0)
-    BucketPlan(profile=profile, cost=COST, world_size=2, sizes=sizes).save(path)
+@pytest.fixture
+def plan_path(tmp_path: Path) -> str:
+    """The path of a plan for `MLP()`."""
+    path = tmp_path / "plan.json"
+    plan_of(MLP(), SIZES_OF_MLP).save(path)
     return str(path)
 
 
@@ -65,26 +64,26 @@ def _train(rank: int, path: str, split: str, ddp_options: dict[str, Any]) -> dic
 @pytest.mark.parametrize("ddp_options", [{}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
-    ranks: Ranks, tmp_path: Path, split: str, ddp_options: dict[str, Any]
+    ranks: Ranks, plan_path: str, split: str, ddp_options: dict[str, Any]
 ) -> None:
-    """Graphs are cut for them before DDP has them."""
-    path = _save_plan(tmp_path / "plan.json", MLP())
-    plan = BucketPlan.load(path)
-    for result in ranks.run(_train, path, split, ddp_options):
+    """Graphs are cut for the file's buckets before DDP has them, in the third step."""
+    plan = BucketPlan.load(plan_path)
+    for result in ranks.run(_train, plan_path, split, ddp_options):
         assert result["buckets"] == [set(bucket.parameters) for bucket in plan.buckets]
         assert result["graphs"] == 1
-        assert result["as_planned"] == [True] * len(SIZES)
-        assert result["sections"] == len(SIZES)
-        assert result["tuning"] == f"buckets are those of {path}"
+        assert result["as_planned"] == [True] * len(SIZES_OF_MLP)
+        assert result["sections"] == len(SIZES_OF_MLP)
+        assert result["tuning"] == f"buckets are those of {plan_path}"
         assert result["hash"] == plan.hash
 
 
 def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    path = _save_plan(tmp_path / "plan.json", MLP(), (12,))
+    path = tmp_path / "plan.json"
+    plan_of(MLP(), (12,)).save(path)
     for split in ("auto", "forward"):
-        for result in ranks.run(_train, path, split, {}):
+        for result in ranks.run(_train, str(path), split, {}):
             assert result["as_planned"] == [True]
             assert result["fallback"] is Reason.ONE_PLANNED_BUCKET
 
@@ -99,15 +98,18 @@ def _train_with_two_forwards(rank: int, path: str) -> dict[str, Any]:
     return {"num_buckets": len(real_buckets(ddp)), "tuning": explained.tuning}
 
 
-def test_a_plan_does_where_steps_cannot_be_measured(ranks: Ranks, tmp_path: Path) -> None:
-    """As `buckets="auto"` says where there are two forwards to a backward."""
-    path = _save_plan(tmp_path / "plan.json", MLP())
-    for result in ranks.run(_train_with_two_forwards, path):
-        assert result == {"num_buckets": len(SIZES), "tuning": f"buckets are those of {path}"}
+def test_a_plan_is_used_where_steps_cannot_be_measured(ranks: Ranks, plan_path: str) -> None:
+    """`buckets="auto"` cannot measure two forwards to a backward, and advises a plan there."""
+    expected = {
+        "num_buckets": len(SIZES_OF_MLP),
+        "tuning": f"buckets are those of {plan_path}",
+    }
+    for result in ranks.run(_train_with_two_forwards, plan_path):
+        assert result == expected
 
 
 def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
-    """What was compiled ahead is what runs."""
+    """Warm up, and count what is compiled after that."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP())
@@ -123,22 +125,22 @@ def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
     }
 
 
-def test_a_warmup_compiles_for_them(ranks: Ranks, tmp_path: Path) -> None:
-    path = _save_plan(tmp_path / "plan.json", MLP())
-    for result in ranks.run(_train_after_warmup, path):
-        assert result == {"num_buckets": len(SIZES), "graphs": 0}
+def test_a_warmup_compiles_for_the_files_buckets(ranks: Ranks, plan_path: str) -> None:
+    """So training compiles nothing, in DDP's buckets or in the file's."""
+    for result in ranks.run(_train_after_warmup, plan_path):
+        assert result == {"num_buckets": len(SIZES_OF_MLP), "graphs": 0}
 
 
-def _train_with_own_file(rank: int, folder: str) -> str:
+def _train_with_file_of_rank(rank: int, folder: str) -> str:
     with pytest.raises(ddpopt.errors.PlanError) as refused:
         _train(rank, f"{folder}/{rank}.json", "auto", {})
     return str(refused.value)
 
 
 def test_files_that_differ_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    _save_plan(tmp_path / "0.json", MLP())
-    _save_plan(tmp_path / "1.json", MLP(), (12,))
-    for text in ranks.run(_train_with_own_file, str(tmp_path)):
+    plan_of(MLP(), SIZES_OF_MLP).save(tmp_path / "0.json")
+    plan_of(MLP(), (12,)).save(tmp_path / "1.json")
+    for text in ranks.run(_train_with_file_of_rank, str(tmp_path)):
         assert "rank 1 differs from rank 0: the plan is " in text
 
 
@@ -148,21 +150,21 @@ def _compile(ddp: DistributedDataParallel, buckets: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("write", "message"),
     [
         (lambda path: None, "cannot be read: No such file"),
         (lambda path: path.write_text("{}"), "plan.json: it has no 'version'"),
-        (lambda path: _save_plan(path, MLP(width=32), (2, 10)), "bytes, and .* in the plan; plan"),
-        (lambda path: _save_plan(path, MLP(depth=2), (4,)), "8 parameters are not in the plan"),
+        (plan_of(MLP(width=32), (2, 10)).save, "bytes, and .* in the plan; plan"),
+        (plan_of(MLP(depth=2), (4,)).save, "8 parameters are not in the plan"),
     ],
     ids=["missing", "no plan", "other sizes", "other model"],
 )
 def test_a_file_that_cannot_be_used_is_an_error_when_it_is_asked_for(
-    one_rank: None, tmp_path: Path, made: Any, message: str
+    one_rank: None, tmp_path: Path, write: Callable[[Path], object], message: str
 ) -> None:
     path = tmp_path / "plan.json"
-    made(path)
-    for _ in range(2):  # again at the next try
+    write(path)
+    for _ in range(2):  # an error in the first forward, and again in the next
         with pytest.raises(BackendCompilerFailed, match=f"PlanError: .*{message}"):
             _compile(DistributedDataParallel(MLP()), path)
 
@@ -177,10 +179,11 @@ def test_what_is_neither_a_choice_nor_a_file_is_refused(one_rank: None, buckets:
 
 @pytest.mark.parametrize("buckets", ["auto", "plan.json"])
 def test_a_request_that_cannot_be_met_is_warned_of_once(
-    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, buckets: str
+    one_rank: None, plan_path: str, caplog: pytest.LogCaptureFixture, buckets: str
 ) -> None:
+    """A comm hook that keeps errors by bucket keeps its buckets, whatever `buckets` asks for."""
     if buckets != "auto":
-        buckets = _save_plan(tmp_path / buckets, MLP())
+        buckets = plan_path
     ddp = DistributedDataParallel(MLP())
     ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     with caplog.at_level(logging.INFO):

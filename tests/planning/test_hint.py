@@ -1,6 +1,6 @@
-"""With DDP's buckets: a hint where a tenth of an iteration is exposed communication, else none.
+"""A hint beside DDP's buckets is given where a tenth of an iteration is exposed communication.
 
-The times are given: those that DDP takes here say nothing.
+The tests choose the times: those that DDP takes here say nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt._torch import LoggedStep
 from ddpopt.planning import hint
+from tests.support.logs import logged
 from tests.support.models import MLP, batches, train
 from tests.support.ranks import Ranks
 
@@ -30,27 +31,26 @@ def _train(rank: int, step: LoggedStep, options: dict[str, Any]) -> list[str]:
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     options = {"inner": "aot_eager", **options}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    lines: list[str] = []
     real = hint._torch.last_logged_step
     last_s = property(lambda _: 0.11, lambda _, _noted: None)
     with (
-        mock.patch.object(hint._logs, "info", lambda text, *args: lines.append(text % args)),
+        logged("info") as lines,
         mock.patch.object(
             hint._torch, "last_logged_step", lambda ddp: step._replace(number=real(ddp).number)
         ),
         mock.patch.object(hint._Watch, "last_s", last_s, create=True),
     ):
         train(ddp, batches(rank, [(4, 64)] * 12), compiled)
-    lines += str(ddpopt.explain(ddp)).splitlines()
-    return [line for line in lines if "looks for buckets" in line]
+    explained = str(ddpopt.explain(ddp)).splitlines()
+    return [line for line in (*lines, *explained) if "looks for buckets" in line]
 
 
 def test_one_line_on_one_rank_and_in_explain_says_how_much_is_exposed(ranks: Ranks) -> None:
     first, second = ranks.run(_train, WAITING, {})
-    logged, explained = first
-    assert logged == explained
+    line, explained = first
+    assert line == explained
     assert not second
-    assert logged == (
+    assert line == (
         "of an iteration of 110.0 ms, 45.0 are spent waiting for communication; "
         "options={'buckets': 'auto'} looks for buckets that hide more of it"
     )
@@ -61,17 +61,18 @@ def test_one_line_on_one_rank_and_in_explain_says_how_much_is_exposed(ranks: Ran
     [(HIDDEN, {}), (WAITING, {"buckets": "auto"}), (WAITING, {"enabled": False})],
     ids=["hidden", "on already", "switched off"],
 )
-def test_nothing_is_said_otherwise(ranks: Ranks, step: LoggedStep, options: dict[str, Any]) -> None:
+def test_no_hint_where_communication_is_hidden_or_tuning_is_on_or_ddpopt_is_off(
+    ranks: Ranks, step: LoggedStep, options: dict[str, Any]
+) -> None:
     assert ranks.run(_train, step, options) == [[], []]
 
 
 def _train_without(rank: int, name: str) -> tuple[list[str], int]:
-    """Train where a function of `hint` raises; return what is said of it, and the sections."""
+    """Train where a function of `hint` raises; return the log's lines of it, and the sections."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.05)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    lines: list[str] = []
     with (
-        mock.patch.object(hint._logs, "info", lambda text, *args: lines.append(text % args)),
+        logged("info") as lines,
         mock.patch(f"ddpopt.planning.hint.{name}", side_effect=KeyError("lost")),
     ):
         train(ddp, batches(rank, [(4, 64)] * 7 + [(3, 64)] * 7), compiled)  # compiled twice
@@ -81,7 +82,7 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])
 def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
-    """One line on rank 0 has it; graphs are split, and training goes on."""
+    """Rank 0 logs the error in one line; graphs are split, and training goes on."""
     (first, sections), (second, _) = ranks.run(_train_without, name)
     assert first == ["how long iterations wait for communication is not known: KeyError('lost')"]
     assert not second

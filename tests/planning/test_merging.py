@@ -1,4 +1,4 @@
-"""Buckets are the best there are: against brute force over all ways to merge."""
+"""Merged buckets are the best there are, as brute force over all ways to merge finds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _all_ways(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _objective(profile: Profile, sizes: tuple[int, ...], cost: AllreduceCost) -> float:
-    """The formula of [Note: merging], straight from its definition."""
+    """The time of backward by the formula of [Note: merging], straight from its definition."""
     finished_s = 0.0
     stop = 0
     for size in sizes:
@@ -79,10 +79,10 @@ def test_where_both_slow_each_other_down_no_cap_is_better(
         interference=interference,
         contention=contention,
     )
-    found = predict(profile, best_buckets(profile, slowed), slowed).backward_s
+    best_s = predict(profile, best_buckets(profile, slowed), slowed).backward_s
     for exponent in range(8):
         caps = buckets_of_caps(profile, (max(1, profile.num_bytes >> exponent),))
-        assert found <= 1.005 * predict(profile, caps, slowed).backward_s + 1e-9
+        assert best_s <= 1.005 * predict(profile, caps, slowed).backward_s + 1e-9
 
 
 def test_where_starting_is_free_the_last_bucket_is_as_small_as_it_can_be() -> None:
@@ -108,7 +108,7 @@ def test_dear_cuts_make_fewer_buckets() -> None:
 
 
 def test_dear_launches_make_fewer_buckets() -> None:
-    """As dear cuts do, whether or not computation and allreduces disturb each other."""
+    """They do so whether or not computation and allreduces disturb each other."""
     times, sizes = [float(k) for k in range(1, 101)], [10] * 100
     for beside in ({}, {"interference": 0.3, "contention": 1.2}):
         cheap = AllreduceCost(startup_s=0.01, s_per_byte=0.09, **beside)
@@ -118,7 +118,7 @@ def test_dear_launches_make_fewer_buckets() -> None:
 
 
 def test_ten_thousand_gradients_are_planned() -> None:
-    """Of its speed only that it ends: layers stop where nothing is won any more."""
+    """The search ends, since layers stop where nothing is won any more; no time is asserted."""
     times = [k * 1e-4 for k in range(10_000)]
     profile = _profile(times, [1 + k % 7 for k in range(10_000)], cut_s=5e-5)
     cost = AllreduceCost(startup_s=1e-5, s_per_byte=0.9 / 40_000)

@@ -1,4 +1,4 @@
-"""Plans are data: what they say, how they are saved, and that DDP forms what they plan."""
+"""Plans are data: they are saved, read and printed, and DDP forms the buckets that they have."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -22,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
-from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, estimate
+from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, estimate, estimates
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt.steps import clock
 from tests.support.buckets import assigned_by_torch, real_buckets
 from tests.support.models import MLP, train
 
@@ -63,7 +65,7 @@ def test_the_hash_tells_buckets_apart_and_nothing_else() -> None:
 
 
 def _changed(place: tuple[str | int, ...], value: Any) -> Callable[[Any], str]:
-    """Return what puts `value` at a place of a plan."""
+    """Return a function that gives a plan's text with `value` put at a place of it."""
 
     def change(plan: Any) -> str:
         inner = plan
@@ -129,7 +131,7 @@ def _changed(place: tuple[str | int, ...], value: Any) -> Callable[[Any], str]:
 def test_what_is_no_plan_is_refused(
     change: Callable[[Any], str], message: str, tmp_path: Path
 ) -> None:
-    """As text and as a file, whose name is in the message before the place in it."""
+    """A file's name is in the message, before the place in it; of a text it says "the text"."""
     path = tmp_path / "plan.json"
     path.write_text(change(json.loads(make_plan().to_json())))
     with pytest.raises(ddpopt.errors.PlanError, match=f"^the text{message}"):
@@ -145,7 +147,7 @@ def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_was_saved_before_fields_were_added_is_read() -> None:
-    """What has a default may be missing; a digest of the buckets may be there."""
+    """A field with a default may be missing; an old plan's digest of its buckets may be there."""
     plan = make_plan()
     older = json.loads(plan.to_json())
     del older["cost"]["launch_s"]
@@ -154,7 +156,7 @@ def test_a_plan_that_was_saved_before_fields_were_added_is_read() -> None:
 
 
 def test_a_plan_of_many_parameters_is_read(tmp_path: Path) -> None:
-    """Twenty thousand, with long names."""
+    """Here it has twenty thousand, with long names."""
     gradients = tuple(
         Gradient(name=f"layers.{k}{'.a_long_name' * 5}", num_bytes=4, ready_s=k * 1e-5)
         for k in range(20_000)
@@ -192,7 +194,7 @@ VALUES = st.recursive(
 def test_a_plan_that_was_edited_is_a_plan_or_is_refused(
     place: tuple[str | int, ...], value: Any
 ) -> None:
-    """Whatever is written anywhere; what is computed from it is finite."""
+    """Any value is written at any place; all that is computed from a plan is finite."""
     try:
         plan = BucketPlan.from_json(_changed(place, value)(copy.deepcopy(PLAN)))
     except ddpopt.errors.PlanError:
@@ -241,7 +243,7 @@ DEVICE = Device(flops_per_s={torch.float32: 1e10}, bytes_per_s=1e10)
 
 @pytest.mark.parametrize("backend", ["ddpopt", None], ids=["compiled", "eager"])
 def test_ddp_forms_the_planned_buckets(one_rank: None, backend: str | None) -> None:
-    """By its own arguments, and after it has seen the order in which gradients arrive."""
+    """The plan gives its arguments; gradients then arrive in the order that it expects."""
     module = MLP()
     inputs = [torch.randn(512, 64)] * 3
     plan = ddpopt.plan(module, inputs[0], network=SLOW, world_size=2, backend=None)
@@ -274,7 +276,7 @@ class Hollow(nn.Module):
 def test_parameters_without_elements_are_planned(
     one_rank: None, hollow: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    """They follow in the bucket after a full one, as the Reducer has it; saved plans too."""
+    """They follow in the bucket after a full one, as the Reducer has it, and are saved too."""
     module, inputs = Hollow(hollow), [torch.randn(512, 64)] * 3
     for cost in (SLOW, dataclasses.replace(SLOW, contention=1.1)):
         plan = ddpopt.plan(module, inputs[0], network=cost, world_size=2, device=DEVICE)
@@ -305,22 +307,22 @@ class Dropping(Noisy):
         return self.first(x) if random.random() < numpy.random.rand() / 2 else super().forward(x)
 
 
-@pytest.mark.parametrize("how", ["plan", "from its graph", "estimate"])
-def test_planning_draws_no_random_number(how: str) -> None:
-    """Python's and numpy's neither, which layer drop asks while the model is traced or timed."""
+@pytest.mark.parametrize("call", ["plan", "plan from its graph", "estimate"])
+def test_planning_draws_no_random_number(call: str) -> None:
+    """Layer drop asks for torch's, Python's and numpy's while the model is traced or timed."""
     module, x = Dropping(), torch.randn(4, 8)
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    if how == "estimate":
+    if call == "estimate":
         estimate(module, x, device=DEVICE)
     else:
-        device = None if how == "plan" else DEVICE
+        device = None if call == "plan" else DEVICE
         ddpopt.plan(module, x, network=SLOW, world_size=2, backend=None, device=device)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert all(map(numpy.array_equal, numpy.random.get_state(), before[2]))
 
 
-def test_planning_leaves_no_trace(one_rank: None) -> None:
+def test_planning_leaves_gradients_buffers_and_randomness_as_they_were(one_rank: None) -> None:
     module = Noisy()
     module.first.weight.grad = torch.ones(8, 8)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -353,23 +355,49 @@ def test_a_model_without_memory_is_planned_from_its_graph() -> None:
     assert plan.timeline().backward_s <= default.backward_s
 
 
-def test_measured_times_are_what_the_model_takes_here(one_rank: None) -> None:
-    plan = ddpopt.plan(MLP(), torch.randn(64, 64), network=SLOW, world_size=2, backend=None)
-    assert plan.profile.source == "estimated, scaled"
-    assert plan.profile.forward_s > 0
-    assert plan.profile.cut_s > 0
-    assert plan.profile.gradients[-1].ready_s <= plan.profile.backward_s
+class _Timed(MLP):
+    """By `clock_s`, which is a list of one time, its forward takes 2 s and its backward 3 s."""
+
+    def __init__(self, clock_s: list[float]) -> None:
+        super().__init__()
+        self._clock_s = clock_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._advance(2.0)
+        output = super().forward(x)
+        if output.requires_grad:
+            output.register_hook(lambda _: self._advance(3.0))
+        return output
+
+    def _advance(self, seconds: float) -> None:
+        self._clock_s[0] += seconds
+
+
+def test_without_a_device_times_are_scaled_to_measured_ones() -> None:
+    """Each gradient keeps its part of backward, and cuts have a cost, as they are not traced."""
+    clock_s, x = [0.0], torch.randn(64, 64)
+    with (
+        mock.patch.object(estimates, "measure_device", return_value=DEVICE),
+        mock.patch.object(clock, "time", mock.Mock(perf_counter=lambda: clock_s[0])),
+    ):
+        plan = ddpopt.plan(_Timed(clock_s), x, network=SLOW, world_size=2, backend=None)
+    profile, estimated = plan.profile, estimate(MLP(), x, device=DEVICE)
+    assert (profile.forward_s, profile.backward_s) == (2.0, 3.0)
+    assert profile.source == "estimated, scaled"
+    assert profile.cut_s > 0
+    parts = [g.ready_s / estimated.backward_s for g in estimated.gradients]
+    assert [g.ready_s / 3.0 for g in profile.gradients] == pytest.approx(parts)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"example_inputs": 3}, "example_inputs is a int"),
         ({"example_inputs": torch.ones(2, 3)}, "cannot be traced"),
         ({"network": Network(latency_s=0, bytes_per_s=1), "world_size": 0}, "world_size is 0"),
     ],
 )
-def test_bad_input_is_refused(given: dict, message: str) -> None:
-    arguments = {"example_inputs": torch.ones(2, 64), "network": SLOW, "world_size": 2, **given}
+def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"example_inputs": torch.ones(2, 64), "network": SLOW, "world_size": 2, **changes}
     with pytest.raises(ddpopt.errors.PlanError, match=message):
         ddpopt.plan(MLP(), device=DEVICE, **arguments)

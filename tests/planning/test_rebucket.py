@@ -1,4 +1,4 @@
-"""`rebucket` and `calibrate` on two ranks: exactly the planned buckets, or an error on all."""
+"""`rebucket` on two ranks: exactly the planned buckets, or an error on all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import BucketPlan, _torch
-from ddpopt.planning import AllreduceCost, Gradient, Profile
+from ddpopt import BucketPlan
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks, error_of
 
-COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"static_graph": True},
@@ -37,20 +35,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"static_graph": True, "find_unused_parameters": True},
     {"broadcast_buffers": False, "bucket_cap_mb": 0.02},
 ]
-
-
-def _plan_for(module: nn.Module, sizes: tuple[int, ...]) -> BucketPlan:
-    """Return a plan with gradients in the order in which eager backward makes them."""
-    named = list(module.named_parameters())[::-1]
-    gradients = tuple(
-        Gradient(name=name, num_bytes=p.numel() * 4, ready_s=k * 1e-3)
-        for k, (name, p) in enumerate(named)
-    )
-    profile = Profile(gradients=gradients, backward_s=1.0)
-    return BucketPlan(profile=profile, cost=COST, world_size=2, sizes=sizes)
-
-
-SIZES = (1, 4, 5, 2)
 
 
 def _train_rebucketed(
@@ -63,20 +47,20 @@ def _train_rebucketed(
     expected = DistributedDataParallel(copy.deepcopy(module), **options)
     ddp = DistributedDataParallel(module, **options)
     if hook is not None:
-        for each in (expected, ddp):
+        for model in (expected, ddp):
             if isinstance(hook, dist.BuiltinCommHookType):
-                each._register_builtin_comm_hook(hook)
+                model._register_builtin_comm_hook(hook)
             else:
-                each.register_comm_hook(None, hook)
+                model.register_comm_hook(None, hook)
     run: Any = ddp
     if split:
-        chosen = {"inner": "aot_eager", "split": split}
-        run = torch.compile(ddp, backend="ddpopt", options=chosen)
+        compile_options = {"inner": "aot_eager", "split": split}
+        run = torch.compile(ddp, backend="ddpopt", options=compile_options)
     inputs = batches(rank, [(4, 64)] * 3)
     for trained, call in ((ddp, run), (expected, None)):
         train(trained, inputs, call)
     assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
-    plan = _plan_for(module, SIZES)
+    plan = plan_of(module, SIZES_OF_MLP)
     ddp.zero_grad()  # which some options ask for
     ddpopt.rebucket(ddp, plan)
     index_of = {name: k for k, (name, _) in enumerate(module.named_parameters())}
@@ -116,13 +100,13 @@ def _refuse(rank: int, case: str) -> str:
     ddp = DistributedDataParallel(module)
     if case == "PowerSGD":
         ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
-    plan = _plan_for(MLP(), SIZES)
+    plan = plan_of(MLP(), SIZES_OF_MLP)
     if case == "differ" and rank == 1:
-        plan = _plan_for(MLP(), (12,))
+        plan = plan_of(MLP(), (12,))
     if case == "other model" and rank == 1:
-        plan = _plan_for(MLP(depth=5), (10,))
+        plan = plan_of(MLP(depth=5), (10,))
     if case == "other size":
-        plan = _plan_for(MLP(width=32), SIZES)
+        plan = plan_of(MLP(width=32), SIZES_OF_MLP)
     before = ddp.reducer
     rebucket = _rebucket_in_backward if case == "in backward" else ddpopt.rebucket
     with pytest.raises(ddpopt.errors.PlanError) as refused:
@@ -153,7 +137,9 @@ def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> Non
         ("in backward", "a backward is running"),
     ],
 )
-def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, case: str, message: str) -> None:
+def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
+    ranks: Ranks, case: str, message: str
+) -> None:
     for text in ranks.run(_refuse, case):
         assert re.search(message, text), text
 
@@ -161,7 +147,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, case: str, message
 def _backward_from_before(rank: int) -> None:
     ddp = DistributedDataParallel(MLP())
     loss = ddp(batches(rank, [(4, 64)])[0]).sum()
-    ddpopt.rebucket(ddp, _plan_for(ddp.module, SIZES))
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
     with pytest.raises(ddpopt.errors.PlanError, match=r"a forward from before ddpopt\.rebucket"):
         loss.backward()
     with ddp.no_sync():
@@ -179,7 +165,7 @@ def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(ranks: Ra
 def _pass_by(rank: int) -> None:
     """A backward that is none of DDP's, between rebucket and the next forward of DDP's."""
     ddp = DistributedDataParallel(MLP())
-    ddpopt.rebucket(ddp, _plan_for(ddp.module, SIZES))
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
     with pytest.raises(ddpopt.errors.PlanError, match="let that be one of the DDP module"):
         ddp.module(batches(rank, [(4, 64)])[0]).sum().backward()
     file = io.BytesIO()
@@ -203,7 +189,7 @@ def _rebucket_noted(rank: int) -> tuple[str, str]:
     """DDP looks for unused parameters: after an evaluation, and after a backward past DDP."""
     x = batches(rank, [(4, 64)])[0]
     evaluated, ddp = (DistributedDataParallel(MLP(), find_unused_parameters=True) for _ in range(2))
-    plan = _plan_for(ddp.module, SIZES)
+    plan = plan_of(ddp.module, SIZES_OF_MLP)
     with torch.no_grad():
         evaluated(x)
     after_evaluation = error_of(lambda: ddpopt.rebucket(evaluated, plan))
@@ -222,105 +208,42 @@ def test_with_unused_parameters_gradients_have_to_be_gone(ranks: Ranks) -> None:
         assert "on rank 0: parameters have gradients, and DDP" in after_backward
 
 
-# DDP refuses hooks whose annotations are strings. None of these is ever run.
-
-
-def _reduce(kept, bucket):  # type: ignore[no-untyped-def]
-    raise NotImplementedError
-
-
-class _Compressor:
-    def reduce(self, _state, bucket):  # type: ignore[no-untyped-def]
-        return _reduce(self, bucket)
-
-
-def _keeping(kept: Any) -> Any:
-    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
-        return _reduce(kept, bucket)
-
-    return reduce
-
-
-def _having_each_other() -> Any:
-    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
-        return again(bucket)
-
-    def again(bucket: Any) -> Any:
-        return reduce(None, bucket)
-
-    return reduce
-
-
-@pytest.mark.parametrize(
-    ("hook", "is_stateful"),
-    [
-        (_Compressor().reduce, True),
-        (_keeping({}), True),
-        (_keeping(_keeping([])), True),
-        (_keeping(_reduce), False),
-        (_keeping(torch.float16), False),
-        (_having_each_other(), False),
-        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), False),
-    ],
-    ids=[
-        "method",
-        "closure",
-        "closure in a closure",
-        "function",
-        "dtype",
-        "each other",
-        "wrapper of torch's",
-    ],
-)
-def test_what_a_comm_hook_keeps_is_found_where_it_is_bound(
-    one_rank: None, hook: Any, is_stateful: bool
-) -> None:
-    """By name of a bucket, perhaps; so a search leaves buckets alone."""
-    ddp = DistributedDataParallel(MLP())
-    ddp.register_comm_hook(None, hook)
-    assert bool(_torch.hook_states(ddp)) == is_stateful
-
-
 def test_a_hook_that_runs_an_optimizer_keeps_its_buckets(one_rank: None) -> None:
-    """Torch's overlapped ZeRO, which numbers parameters by the Reducer's buckets."""
+    """It is of torch's overlapped ZeRO, which numbers parameters by the Reducer's buckets."""
     ddp = DistributedDataParallel(MLP())
-    hook = types.FunctionType(_reduce.__code__, globals())
+
+    def hook(_state, bucket):  # DDP refuses annotations that are strings
+        raise NotImplementedError
+
     hook.__module__ = ddp_zero_hook.__name__
     ddp.register_comm_hook(None, hook)
     with pytest.raises(ddpopt.errors.PlanError, match="comm hook runs an optimizer"):
-        ddpopt.rebucket(ddp, _plan_for(ddp.module, SIZES))
+        ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
 
 
 def _rebucket_frozen(rank: int) -> None:
-    """Part is frozen and part unfrozen after DDP was made; buckets change while all is frozen."""
+    """The first layer is frozen when DDP is made, and unfrozen after buckets have changed."""
     module = MLP()
     module.layers[0].requires_grad_(False)
     expected = DistributedDataParallel(copy.deepcopy(module))
     ddp = DistributedDataParallel(module)
     run = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    plan = plan_of(module, (1, 4, 5))  # of the layers but the first
     inputs = batches(rank, [(4, 64)] * 3)
-    for each, call in ((ddp, run), (expected, expected)):
-        train(each, inputs, call)
-        each.requires_grad_(False)
-    plan = _plan_for(nn.ModuleDict({"layers": nn.ModuleList(module.layers)}), SIZES)
-    reduced = [g for g in plan.profile.gradients if not g.name.startswith("layers.0")]
-    profile = dataclasses.replace(plan.profile, gradients=tuple(reduced))
-    plan = dataclasses.replace(plan, profile=profile, sizes=(1, 4, 5))
+    for model, call in ((ddp, run), (expected, expected)):
+        train(model, inputs, call)
+        model.requires_grad_(False)
     ddpopt.rebucket(ddp, plan)
     with pytest.raises(ddpopt.errors.PlanError, match="2 parameters are not reduced"):
-        ddpopt.rebucket(ddp, _plan_for(module, SIZES))
-    for each in (ddp, expected):
-        each.requires_grad_(True)  # the first layer too, which DDP does not reduce
+        ddpopt.rebucket(ddp, plan_of(MLP(), SIZES_OF_MLP))
+    for model in (ddp, expected):
+        model.requires_grad_(True)  # the first layer too, which DDP does not reduce
     for _ in range(2):
         assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
-    assert [len(bucket.parameters()) for bucket in ddp.reducer._get_zeros_like_grad_buckets()] == [
-        1,
-        4,
-        5,
-    ]
+    assert [len(bucket) for bucket in real_buckets(ddp)] == [1, 4, 5]
 
 
-def test_what_is_reduced_is_what_required_gradients_when_ddp_was_made(ranks: Ranks) -> None:
+def test_parameters_are_reduced_that_required_gradients_when_ddp_was_made(ranks: Ranks) -> None:
     ranks.run(_rebucket_frozen)
 
 
@@ -328,15 +251,16 @@ def _rebucket_at_the_limit(rank: int) -> None:
     options = {"inner": "aot_eager", "split": "forward"}
     compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
     ddp = DistributedDataParallel(compiled)
-    plan = _plan_for(compiled, SIZES)
+    plan = plan_of(compiled, SIZES_OF_MLP)
     with torch._dynamo.config.patch(recompile_limit=1):
-        for sizes in (SIZES, (6, 6), (2, 4, 6)):
+        for sizes in (SIZES_OF_MLP, (6, 6), (2, 4, 6)):
             train(ddp, batches(rank, [(4, 64)] * 2))
             ddpopt.rebucket(ddp, dataclasses.replace(plan, sizes=sizes))
         train(ddp, batches(rank, [(4, 64)] * 2))
 
 
 def test_code_for_buckets_of_before_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
+    """Each change compiles the forward anew, here with a limit of one compile."""
     ranks.run(_rebucket_at_the_limit)
 
 
@@ -347,7 +271,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from tests.support.models import MLP
-from tests.planning.test_rebucket import _plan_for
+from tests.support.plans import plan_of
 
 def resident_mb(kind):
     (line,) = [line for line in open("/proc/self/status") if line.startswith(kind)]
@@ -367,7 +291,7 @@ if sys.argv[1] == "compiled":
     options = {"inner": "aot_eager", "split": "backward"}
     run = torch.compile(ddp, backend="ddpopt", options=options)
 before = max(step() for _ in range(4))
-ddpopt.rebucket(ddp, _plan_for(ddp.module, (4,) * 8 + (2,)))
+ddpopt.rebucket(ddp, plan_of(ddp.module, (4,) * 8 + (2,)))
 print(before, max(step() for _ in range(3)), "ddpopt.backend" in sys.modules)
 del run, ddp
 dist.destroy_process_group()
@@ -376,13 +300,16 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="it reads Linux's /proc")
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_a_change_takes_the_memory_of_one_bucket_at_most(how: str) -> None:
-    """68 MiB of gradients; DDP's buckets are of 24, the plan's of 8. Eager, nobody but us helps."""
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_change_takes_the_memory_of_one_bucket_at_most(mode: str) -> None:
+    """Of 68 MiB of gradients DDP's buckets have 24 each, the plan's 8.
+
+    Uncompiled, the backend is not loaded, and the buckets of before are freed all the same.
+    """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, how],
+        [sys.executable, "-c", _MEASURE, mode],
         env={**environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -392,39 +319,20 @@ def test_a_change_takes_the_memory_of_one_bucket_at_most(how: str) -> None:
     assert done.returncode == 0, done.stderr
     before, after, has_backend = done.stdout.split()
     assert float(after) < float(before) + 24
-    assert has_backend == str(how == "compiled")
+    assert has_backend == str(mode == "compiled")
 
 
 def test_what_is_no_ddp_module_is_refused() -> None:
     with pytest.raises(TypeError, match="this is a MLP"):
-        ddpopt.rebucket(MLP(), _plan_for(MLP(), SIZES))
+        ddpopt.rebucket(MLP(), plan_of(MLP(), SIZES_OF_MLP))
 
 
-def _calibrate(rank: int) -> AllreduceCost:
-    if rank:
-        torch.randn(200, 200) @ torch.randn(200, 200)  # ranks need not do the same before
-    return ddpopt.calibrate()
-
-
-def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
-    first, second = ranks.run(_calibrate)
-    assert first == second
-    assert first.s_per_byte > 0
-    assert first.contention >= 1
-    assert 0 <= first.launch_s < 1
-
-
-def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
-    with pytest.raises(ddpopt.errors.PlanError, match="one rank"):
-        ddpopt.calibrate()
-
-
-def test_it_takes_the_path_of_a_plan_and_nothing_else(one_rank: None, tmp_path: Path) -> None:
+def test_rebucket_takes_a_plan_or_its_path_and_nothing_else(one_rank: None, tmp_path: Path) -> None:
     ddp = DistributedDataParallel(MLP())
-    plan = _plan_for(ddp.module, SIZES)
+    plan = plan_of(ddp.module, SIZES_OF_MLP)
     plan.save(tmp_path / "plan.json")
     for path in (tmp_path / "plan.json", str(tmp_path / "plan.json")):
         ddpopt.rebucket(ddp, path)
-        assert len(real_buckets(ddp)) == len(SIZES)
+        assert len(real_buckets(ddp)) == len(SIZES_OF_MLP)
     with pytest.raises(TypeError, match="a BucketPlan or the path of a saved one; this is a dict"):
         ddpopt.rebucket(ddp, {})  # type: ignore[arg-type]

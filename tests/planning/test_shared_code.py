@@ -1,4 +1,7 @@
-"""Every DDP module is looked after, also if Dynamo gives it the code of another of its class."""
+"""The tuner, files' plans and hints are for each DDP module, also in code compiled for another.
+
+Dynamo gives a module the code of another one of its class.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision
 from ddpopt.split import state
 from ddpopt.steps.forwards import find_subscriber
-from tests.planning.test_rebucket import COST, SIZES, _plan_for
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, state_of, train
+from tests.support.plans import COST, SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
 SHAPE = (4, 64)
@@ -62,10 +65,10 @@ def _graphs_compiled() -> int:
 
 @contextlib.contextmanager
 def _deciding(**changes: Any) -> Iterator[None]:
-    """Every search ends with the plan of `SIZES`."""
+    """Have every search in this block end with the plan of `SIZES_OF_MLP`."""
 
     def decide(ddp: DistributedDataParallel, *_: Any) -> Decision:
-        plan = _plan_for(ddp.module, SIZES).to_json()
+        plan = plan_of(ddp.module, SIZES_OF_MLP).to_json()
         return Decision("buckets change", plan=plan, gain=0.5, is_better=True)
 
     with (
@@ -105,7 +108,7 @@ def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: s
         _train_two, order, {"split": split, "buckets": "auto"}
     ):
         assert all(outcome.startswith("buckets change") for outcome in outcomes)
-        assert len(sizes[0]) == len(SIZES)
+        assert len(sizes[0]) == len(SIZES_OF_MLP)
         assert sizes[0] == sizes[1]
         if split == "backward":
             assert num_graphs == 1
@@ -113,13 +116,13 @@ def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: s
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_files_buckets_are_given_to_each_module(ranks: Ranks, tmp_path: Path, split: str) -> None:
-    """In code that was cut for them once."""
+    """The modules run code that was cut for these buckets once."""
     path = tmp_path / "plan.json"
-    _plan_for(MLP(), SIZES).save(path)
+    plan_of(MLP(), SIZES_OF_MLP).save(path)
     options = {"split": split, "buckets": str(path)}
     for outcomes, sizes, num_graphs in ranks.run(_train_two, _in_turns, options):
         assert outcomes == [f"buckets are those of {path}"] * 2
-        assert sizes == [list(SIZES)] * 2
+        assert sizes == [list(SIZES_OF_MLP)] * 2
         assert num_graphs == 1
 
 
@@ -147,16 +150,16 @@ def _reduce(_state, bucket):  # DDP does not understand annotations that are str
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_code_that_is_cut_for_other_buckets_is_compiled_anew(ranks: Ranks, split: str) -> None:
-    """For the module whose buckets change, from the second step."""
+    """The module whose buckets change has cuts for any buckets from its second step on."""
     for first, second, coarse, fine, sizes in ranks.run(
         _train_after_one_that_stays, {"split": split, "buckets": "auto"}
     ):
         assert "its comm hook keeps a state" in first
         assert second.startswith("buckets change")
         assert coarse == fine[0] == 0
-        assert fine[1] > len(SIZES)
-        assert fine[-1] == len(SIZES)
-        assert len(sizes) == len(SIZES)
+        assert fine[1] > len(SIZES_OF_MLP)
+        assert fine[-1] == len(SIZES_OF_MLP)
+        assert len(sizes) == len(SIZES_OF_MLP)
 
 
 def _train_jointly(rank: int, is_refused: bool) -> Any:
@@ -171,7 +174,7 @@ def _train_jointly(rank: int, is_refused: bool) -> Any:
             return "the test says so" if is_second else find_obstacle(ddp)
 
         optimizers = [
-            torch.optim.SGD([p for each in ddps for p in each.parameters()], lr=0.1)
+            torch.optim.SGD([p for ddp in ddps for p in ddp.parameters()], lr=0.1)
             for ddps in ([m.ddp for m in models], [m.expected for m in models])
         ]
         with mock.patch.object(rebucket, "find_obstacle", find):
@@ -188,8 +191,8 @@ def _train_jointly(rank: int, is_refused: bool) -> Any:
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_modules_with_one_backward_decide_each_for_itself(ranks: Ranks, is_refused: bool) -> None:
-    """They began to count in the same backward, and are of one class."""
+def test_modules_with_one_backward_decide_separately(ranks: Ranks, is_refused: bool) -> None:
+    """They are of one class, and began to count steps in the same backward."""
     for first, second in ranks.run(_train_jointly, is_refused):
         assert first.startswith("buckets change")
         if is_refused:
@@ -229,8 +232,8 @@ def _descend(module: nn.Module) -> None:
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
-def test_modules_that_train_each_other_are_right(ranks: Ranks) -> None:
-    """Whatever is decided for either, it is decided, and alike on all ranks."""
+def test_modules_that_train_each_other_equal_eager_ddp(ranks: Ranks) -> None:
+    """The searches for both end, alike on all ranks, and each step is eager's."""
     first, second = ranks.run(_train_adversaries)
     assert first == second
     assert all(outcome.startswith("buckets ") for outcome in first)
@@ -259,13 +262,15 @@ def _train_a_copy(rank: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["deepcopy", "reset"])
-def test_so_are_modules_that_come_later(ranks: Ranks, kind: str) -> None:
+def test_buckets_are_searched_for_copies_and_for_modules_after_a_reset(
+    ranks: Ranks, kind: str
+) -> None:
     for outcomes in ranks.run(_train_a_copy, kind):
         assert all(outcome.startswith("buckets change") for outcome in outcomes)
 
 
 def _check_meanwhile(rank: int) -> Any:
-    """Copies of checks run the code as well."""
+    """Have checks run the code on copies of the second module, before it is trained."""
     options = {"inner": "aot_eager", "buckets": "auto"}
     with _deciding():
         first, second = _Twin(0, options), _Twin(1, options)
@@ -279,7 +284,7 @@ def _check_meanwhile(rank: int) -> Any:
     return second.outcome
 
 
-def test_a_copy_that_a_check_made_is_not_looked_after(ranks: Ranks) -> None:
+def test_no_buckets_are_searched_for_a_copy_that_a_check_made(ranks: Ranks) -> None:
     for outcome in ranks.run(_check_meanwhile):
         assert outcome.startswith("buckets change")
 
@@ -290,10 +295,10 @@ def _compile(seed: int, **options: Any) -> Any:
     return ddp, torch.compile(ddp, backend="ddpopt", options={"inner": "eager", **options})
 
 
-def test_what_is_logged_of_a_graph_is_logged_for_each_module(
+def test_a_graphs_log_lines_come_for_each_module(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning too, and not again in later steps; nothing says that nothing was compiled."""
+    """A warning comes once a module, and no line says that nothing was compiled."""
     with caplog.at_level(logging.INFO):
         for seed in range(3):
             _, run = _compile(seed, split="backward")
@@ -305,7 +310,7 @@ def test_what_is_logged_of_a_graph_is_logged_for_each_module(
 
 
 def test_the_hint_is_prepared_for_each_module(one_rank: None) -> None:
-    """It is looked for once DDP has timed some steps."""
+    """Its subscriber is there from the first forward, and waits for DDP to have timed steps."""
     for seed in range(2):
         ddp, run = _compile(seed)
         assert hint._hints.get(ddp) is None
@@ -317,12 +322,12 @@ def test_the_hint_is_prepared_for_each_module(one_rank: None) -> None:
 def test_a_plan_that_does_not_fit_is_an_error_for_each_module(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """In each forward, until it is corrected: the second runs code of the first."""
+    """Each forward of the second, which runs code of the first, raises it."""
     path = tmp_path / "plan.json"
-    _plan_for(MLP(2), (2, 2)).save(path)
+    plan_of(MLP(2), (2, 2)).save(path)
     _, run = _compile(0, buckets=str(path))
     run(torch.ones(2, 64)).sum().backward()
-    _plan_for(MLP(3), (2, 4)).save(path)
+    plan_of(MLP(3), (2, 4)).save(path)
     _, run = _compile(1, buckets=str(path))
     for _ in range(2):
         with pytest.raises(PlanError, match="2 parameters are not reduced"):

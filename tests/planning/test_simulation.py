@@ -71,8 +71,8 @@ _sizes = st.integers(2, 100_000)
 _stragglers = st.builds(Stragglers, mean_delay=st.floats(0, 1), seed=st.integers())
 
 
-def test_a_case_worked_by_hand() -> None:
-    """Allreduces of 1.5 s, gradients at 1, 2 and 3 s: the second and third have to wait."""
+def test_allreduces_wait_for_gradients_and_for_each_other() -> None:
+    """With allreduces of 1.5 s, gradients at 1, 2 and 3 s, the second and third have to wait."""
     simulation = simulate(_plan(), world_size=2)
     timeline = simulation.timeline
     times = [(b.ready_s, b.launched_s, b.finished_s) for b in timeline.buckets]
@@ -85,7 +85,7 @@ def test_a_case_worked_by_hand() -> None:
 
 
 def test_the_plans_own_ring_is_extended_to_more_ranks() -> None:
-    """2 ranks: 2 steps of 0.25 s, half the bytes each at 10 B/s. 4: 6 steps of a quarter."""
+    """On 2 ranks it has 2 steps of 0.25 s, with half of the bytes each; on 4, 6 of a quarter."""
     assert simulate(_plan(), world_size=2).cost == AllreduceCost(startup_s=0.5, s_per_byte=0.1)
     cost = simulate(_plan(), world_size=4).cost
     assert cost.startup_s == pytest.approx(6 * 0.25)
@@ -93,18 +93,18 @@ def test_the_plans_own_ring_is_extended_to_more_ranks() -> None:
     assert simulate(_plan(), world_size=1).cost == AllreduceCost(startup_s=0, s_per_byte=0)
 
 
-def test_a_given_cost_is_used_as_it_is() -> None:
-    """Whatever the number of ranks."""
+def test_an_allreduce_cost_is_used_as_it_is() -> None:
+    """The number of ranks does not change it."""
     cost = AllreduceCost(startup_s=1.0, s_per_byte=0.0, interference=0.25)
     assert simulate(_plan(), world_size=64, network=cost).cost == cost
 
 
 def test_the_basis_says_what_is_extrapolated() -> None:
-    """Of the plan's ring, of given links, and of a given cost."""
+    """The network is the plan's ring, one of given links, or a given cost."""
     network = Network(latency_s=0.1, bytes_per_s=1e3, algorithm="tree")
     bases = [
-        simulate(_plan(source="measured"), world_size=n, network=given).basis
-        for n, given in ((2, None), (8, None), (8, network), (8, FREE))
+        simulate(_plan(source="measured"), world_size=num_ranks, network=links).basis
+        for num_ranks, links in ((2, None), (8, None), (8, network), (8, FREE))
     ]
     assert [basis.partition("allreduce: ")[2] for basis in bases] == [
         "the plan's",
@@ -155,7 +155,7 @@ def test_a_backward_of_hardly_any_time_is_shown_too() -> None:
 
 
 def test_another_seed_is_another_iteration() -> None:
-    """And no mean delay is no delay."""
+    """With a mean delay of 0 there is none to draw."""
     slow = {Stragglers(mean_delay=0.1, seed=seed).slowdown(8) for seed in range(20)}
     assert len(slow) == 20
     assert Stragglers(mean_delay=0.0).slowdown(100_000) == 1.0
@@ -181,14 +181,15 @@ def test_interference_never_makes_an_iteration_shorter(
     """Computation loses speed while an allreduce runs."""
     slowed = dataclasses.replace(cost, interference=part)
     without, with_it = (
-        simulate(plan, world_size=2, network=each).timeline.iteration_s for each in (cost, slowed)
+        simulate(plan, world_size=2, network=network).timeline.iteration_s
+        for network in (cost, slowed)
     )
     assert with_it >= without * (1 - 1e-9)
 
 
 @given(plan=_plans(), ranks=_sizes)
 def test_a_perfect_network_leaves_the_computation(plan: BucketPlan, ranks: int) -> None:
-    """No latency and no limit of bandwidth: the iteration is computation and the plan's cuts."""
+    """Without latency and with endless bandwidth an iteration is computation and cuts."""
     network = Network(latency_s=0.0, bytes_per_s=1e300)
     timeline = simulate(plan, world_size=ranks, network=network).timeline
     cuts_s = (len(plan.sizes) - 1) * plan.profile.cut_s
@@ -205,7 +206,7 @@ def test_a_perfect_network_leaves_the_computation(plan: BucketPlan, ranks: int) 
 def test_more_ranks_are_never_faster(
     plan: BucketPlan, network: Network, few: int, more: int, mean: float
 ) -> None:
-    """With whole nodes, and one seed for the stragglers."""
+    """Nodes are whole, and stragglers have one seed."""
     stragglers = Stragglers(mean_delay=mean, seed=1)
     nodes = [network.ranks_per_node * count for count in (few, few * more)]
     first, second = (
@@ -219,7 +220,7 @@ def test_more_ranks_are_never_faster(
 def test_a_better_network_is_never_slower(
     plan: BucketPlan, network: Network, ranks: int, factor: float
 ) -> None:
-    """More bandwidth, or less latency."""
+    """A better one has more bandwidth, or less latency."""
     iteration_s = simulate(plan, world_size=ranks, network=network).timeline.iteration_s
     for better in (
         dataclasses.replace(network, bytes_per_s=network.bytes_per_s * factor),
@@ -262,21 +263,19 @@ def _count_calls(function: Any) -> int:
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, "8", None])
-def test_a_bad_world_size_is_refused(ranks: Any) -> None:
-    """The message names it."""
+def test_a_bad_world_size_is_refused_by_name(ranks: Any) -> None:
     with pytest.raises(PlanError, match=repr(ranks)):
         simulate(_plan(), world_size=ranks)
 
 
 @pytest.mark.parametrize("mean", [-0.1, math.inf, math.nan])
-def test_a_bad_mean_delay_is_refused(mean: float) -> None:
-    """The message names it."""
+def test_a_bad_mean_delay_is_refused_by_name(mean: float) -> None:
     with pytest.raises(PlanError, match=f"mean_delay is {mean}"):
         Stragglers(mean_delay=mean)
 
 
 def test_a_plan_for_one_rank_implies_no_cost_for_more() -> None:
-    """On its own number of ranks it can be simulated all the same."""
+    """It can be simulated on one rank all the same."""
     plan = dataclasses.replace(_plan(), world_size=1)
     assert simulate(plan, world_size=1).timeline.exposed_s > 0
     with pytest.raises(PlanError, match="the plan is for 1 rank"):
@@ -297,12 +296,14 @@ def test_text_fits_a_terminal() -> None:
     lines = str(simulation).splitlines()
     assert len(lines) < 30
     assert max(map(len, lines)) <= 80
+    # Ten buckets stand before the line that says how many are left out, and ten after it.
     assert "980 more" in lines[-11]
-    assert lines[-1].split()[0] == "999"
+    assert [int(line.split()[0]) for line in lines[-10:]] == list(range(990, 1000))
+    assert [int(line.split()[0]) for line in lines[-21:-11]] == list(range(10))
 
 
 def test_text_draws_waiting_and_running() -> None:
-    """The case worked by hand, whose backward of 5.5 s is 24 columns wide."""
+    """The backward of `_plan` takes 5.5 s, in 24 columns."""
     text = str(simulate(_plan(), world_size=2))
     assert text.startswith("2 ranks: iteration 7000.0 ms, efficiency 64.3%\n")
     bars = [line.split("0  ")[-1] for line in text.splitlines()[-3:]]
@@ -310,7 +311,7 @@ def test_text_draws_waiting_and_running() -> None:
 
 
 def test_json_holds_all_numbers_with_their_names() -> None:
-    """Those of the case worked by hand; no name is lost to a list."""
+    """They are those of the first test; a bucket is an object with names, not a list."""
     content = json.loads(simulate(_plan(), world_size=2).to_json())
     assert content["efficiency"] == pytest.approx(4.5 / 7)
     assert content["timeline"]["exposed_s"] == 2.5
@@ -350,9 +351,9 @@ class _Rings:
             arrival_s = self.link_s[rank] + self.latency_s
             sent.append((self.ranks[(place + 1) % size], index, self.held[rank][index], arrival_s))
         for rank, index, addends, arrival_s in sent:
-            own = self.held[rank][index]
-            assert not adds or not own & addends, "an addend counted twice"
-            self.held[rank][index] = own | addends if adds else set(addends)
+            held = self.held[rank][index]
+            assert not adds or not held & addends, "an addend counted twice"
+            self.held[rank][index] = held | addends if adds else set(addends)
             self.ready_s[rank] = arrival_s
 
     def scatter(self) -> None:
@@ -384,7 +385,7 @@ def test_ring_formula_is_what_its_messages_take(num_ranks: int) -> None:
 
 @pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (3, 4), (4, 8)])
 def test_hierarchical_formula_is_what_its_messages_take(num_nodes: int, per_node: int) -> None:
-    """Scatter within nodes, one ring between nodes for each rank of a node, gather within."""
+    """Nodes scatter within, each of their ranks is in a ring between nodes, and they gather."""
     inside = _Rings(list(range(per_node)), 840.0, 0.001, 1000.0)
     inside.scatter()
     scattered_s = max(inside.ready_s.values())
@@ -406,7 +407,7 @@ def test_hierarchical_formula_is_what_its_messages_take(num_nodes: int, per_node
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8, 13])
 def test_tree_latency_is_what_its_messages_take(num_ranks: int) -> None:
-    """Small messages up a binomial tree, halving who is left each round, and down again."""
+    """Small messages go up a binomial tree, halving who is left each round, and down again."""
     held = {rank: {rank} for rank in range(num_ranks)}
     sends, at_s = [], 0.0
     left = list(range(num_ranks))
@@ -459,7 +460,7 @@ def _top(ranks: range) -> int:
 
 
 def test_one_nodes_ranks_use_its_inner_links_only() -> None:
-    """8 ranks of one node go round a ring inside, whatever the algorithm."""
+    """With each algorithm the 8 ranks of one node are a ring inside of it."""
     for algorithm in ("ring", "tree", "hierarchical"):
         network = Network(
             latency_s=1.0,
@@ -473,7 +474,7 @@ def test_one_nodes_ranks_use_its_inner_links_only() -> None:
 
 
 def test_the_model_of_the_figure_is_gpt2_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """774,030,080 parameters, and 6 FLOPs for each of a token's, plus attention."""
+    """It has 774,030,080 parameters, and for a token 6 FLOPs for each, plus attention's."""
     figure = _figure(monkeypatch)
     assert sum(parameter.count for parameter in figure.parameters()) == 774_030_080
     profile = figure.profile()
@@ -483,11 +484,11 @@ def test_the_model_of_the_figure_is_gpt2_large(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_curve_of_the_figure_is_above_the_planned_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Least where the link is slowest; at 800 Gbit/s, 97 % on 1,024 ranks, and 69 % with DDP's."""
+    """At 800 Gbit/s it is at 97 % on 1,024 ranks, DDP's at 69 %; a slow link has the least."""
     figure = _figure(monkeypatch)
     curves = [figure.curve(speed) for speed in figure.GBIT_PER_S]
-    for each in curves:
-        for planned, *others in zip(each.planned, each.default, each.at_end, strict=True):
+    for curve in curves:
+        for planned, *others in zip(curve.planned, curve.default, curve.at_end, strict=True):
             assert planned >= max(others) - 1e-12
     fast, *_, slow = curves
     assert (round(fast.planned[-1], 2), round(fast.default[-1], 2)) == (0.97, 0.69)

@@ -27,7 +27,7 @@ class _Clock:
 
 
 def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: None) -> None:
-    """What comes after forward, before backward, is backward's."""
+    """Backward begins where forward ends, though a loss may be computed before it."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
     with mock.patch.object(clocks, "time", clock):
         watch = stopwatch.Stopwatch(ddp, num_untimed=1)
@@ -47,7 +47,7 @@ def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: No
 
 
 def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank: None) -> None:
-    """As with Lightning's manual optimization: the rest is backward's, or lies between steps."""
+    """So Lightning's manual optimization runs; the rest is backward's, or between steps."""
     ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
     with mock.patch.object(clocks, "time", clock):
         watch = stopwatch.Stopwatch(ddp, num_untimed=1)
@@ -68,7 +68,7 @@ def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank:
 
 
 class _Checkpointed(MLP):
-    """Two layers have a backward of their own in the backward, which go on for a second each."""
+    """Two layers have backwards of their own in the backward; each takes a second."""
 
     clock: _Clock
 
@@ -81,7 +81,7 @@ class _Checkpointed(MLP):
 
 
 def test_a_backward_is_measured_to_its_end_and_no_further(one_rank: None) -> None:
-    """Not to that of a backward within it, nor of one that follows in the same step."""
+    """It includes the backwards within it, and none that follows in the same step."""
     clock = _Clock()
     model = _Checkpointed(3)
     model.clock = clock

@@ -1,4 +1,4 @@
-"""The sweep, its units, and the command line."""
+"""The sweep and its units, both of `simulation`; below them, the command line, of `cli`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MIB = 1024 * 1024
 NETWORK = Network(latency_s=50e-6, bytes_per_s=1.0)
 
 
-@pytest.fixture(name="plan", scope="module")
-def _plan() -> BucketPlan:
+@pytest.fixture(scope="module")
+def plan() -> BucketPlan:
     """100 gradients of 4 MiB, one each 2 ms, planned for 2 ranks and 1 Gbit/s."""
     gradients = tuple(
         Gradient(name=f"p{i}", num_bytes=4 * MIB, ready_s=0.002 * (i + 1)) for i in range(100)
@@ -40,11 +40,12 @@ def _plan() -> BucketPlan:
     return plan_buckets(profile, AllreduceCost(startup_s=1e-4, s_per_byte=8e-9), 2)
 
 
-@pytest.fixture(name="path")
-def _path(plan: BucketPlan, tmp_path: Path) -> str:
-    file = tmp_path / "plan.json"
-    plan.save(file)
-    return str(file)
+@pytest.fixture
+def plan_path(plan: BucketPlan, tmp_path: Path) -> str:
+    """The path of that plan."""
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -61,49 +62,48 @@ def _path(plan: BucketPlan, tmp_path: Path) -> str:
     ],
 )
 def test_bandwidths_are_read_as_bits_in_powers_of_1000(text: str, bytes_per_s: float) -> None:
-    """As tc does."""
+    """So does tc."""
     assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
 
 
 @pytest.mark.parametrize(
     "text", ["", "10", "gbit", "0gbit", "-1gbit", "1gbps", "1GiB", "1gibit", "1e9bit", "1 g bit"]
 )
-def test_other_bandwidths_are_refused(text: str) -> None:
-    """The message names the text and the units; gbps are bytes for tc and bits for others."""
+def test_texts_that_are_no_bandwidth_are_refused(text: str) -> None:
+    """The message has the text and the units; gbps are bytes for tc and bits for others."""
     with pytest.raises(PlanError, match=re.escape(repr(text)) + ".*gbit"):
         parse_bandwidth(text)
 
 
 @given(st.integers(1, 999_999), st.sampled_from(["bit", "kbit", "mbit", "gbit", "tbit"]))
 def test_a_formatted_bandwidth_is_read_as_the_same(number: int, unit: str) -> None:
-    """Six digits of it."""
+    """Six digits of it stay."""
     rate = parse_bandwidth(f"{number}{unit}")
     assert parse_bandwidth(format_bandwidth(rate)) == pytest.approx(rate, rel=1e-5)
 
 
-def test_bandwidths_are_shown_in_the_largest_unit() -> None:
-    """Of which there is at least one."""
+def test_bandwidths_are_shown_in_the_largest_unit_of_which_there_is_one() -> None:
     rates = [0.05, 125.0, 12.5e6, 1.25e9, 312.5e6, 50e9, 125e9]
-    shown = ["0.4bit", "1kbit", "100mbit", "10gbit", "2.5gbit", "400gbit", "1tbit"]
-    assert [format_bandwidth(rate) for rate in rates] == shown
+    texts = ["0.4bit", "1kbit", "100mbit", "10gbit", "2.5gbit", "400gbit", "1tbit"]
+    assert [format_bandwidth(rate) for rate in rates] == texts
 
 
 def test_there_is_a_cell_for_each_world_size_and_bandwidth(plan: BucketPlan) -> None:
-    """In the order given."""
+    """Cells come in the order of the arguments."""
     cells = sweep(plan, (64, 2), (125e6, 12.5e9), NETWORK)
     assert [(cell.world_size, cell.bytes_per_s) for cell in cells] == [
         (64, 125e6), (64, 12.5e9), (2, 125e6), (2, 12.5e9),
     ]  # fmt: skip
 
 
-def test_a_cell_holds_what_the_simulator_says(plan: BucketPlan) -> None:
-    """Of the saved plan and of the one for that cluster; stragglers included."""
+def test_a_cell_holds_the_simulators_efficiencies(plan: BucketPlan) -> None:
+    """They are of the saved plan and of the one for that cluster, with stragglers."""
     slow = Stragglers(mean_delay=0.1, seed=5)
     links = Network(latency_s=50e-6, bytes_per_s=125e6)
     (cell,) = sweep(plan, (64,), (125e6,), NETWORK, slow)
     there = plan_buckets(plan.profile, links.allreduce(64), 64)
     saved, replanned = (
-        simulate(each, world_size=64, network=links, stragglers=slow) for each in (plan, there)
+        simulate(made, world_size=64, network=links, stragglers=slow) for made in (plan, there)
     )
     assert cell.saved == saved.efficiency
     assert cell.replanned == replanned.efficiency
@@ -123,7 +123,7 @@ def test_default_buckets_are_ddps(plan: BucketPlan) -> None:
 def test_nothing_beats_the_plan_made_for_a_cluster(
     plan: BucketPlan, ranks: int, gbit: float
 ) -> None:
-    """Where allreduces do not slow computation down and cuts are free."""
+    """Here allreduces do not slow computation down, and cuts are free."""
     (cell,) = sweep(plan, (ranks,), (gbit * 125e6,), NETWORK)
     assert cell.replanned >= max(cell.saved, cell.default) - 1e-9
 
@@ -140,29 +140,32 @@ def _cell(saved: float, default: float, replanned: float) -> Cell:
 
 
 def test_the_best_is_the_simplest_of_equally_good_ones() -> None:
-    """No new plan for a difference that nobody can measure."""
+    """A difference that nobody can measure needs no new plan."""
     assert _cell(0.5, 0.7, 0.9).best == "replanned"
     assert _cell(0.5, 0.9, 0.90001).best == "default"
     assert _cell(0.9, 0.9, 0.90001).best == "saved"
 
 
 def test_the_table_shows_a_cell_in_a_line() -> None:
-    """Efficiencies in percent."""
+    """Efficiencies are in percent."""
     header, row = render([_cell(0.5, 0.7, 0.9)]).splitlines()
     columns = ["ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best"]
     assert header.split() == columns
     assert row.split() == ["8", "10gbit", "50.0%", "70.0%", "90.0%", "3", "replanned"]
 
 
-def test_sweep_runs_as_a_command(path: str) -> None:
-    """`python -m ddpopt sweep`, with the default grid of 4 world sizes and 3 bandwidths."""
-    done = _run("sweep", path)
+# ---- The command line ---------------------------------------------------------------------------
+
+
+def test_sweep_runs_as_a_command(plan_path: str) -> None:
+    """`python -m ddpopt sweep` has a default grid of 4 world sizes and 3 bandwidths."""
+    done = _run("sweep", plan_path)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 + 4 * 3
 
 
 def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
-    """It names the file that is missing."""
+    """The message has the file that is missing."""
     done = _run("simulate", str(tmp_path / "none.json"), "--world-size", "8")
     assert done.returncode == 2
     assert "none.json" in done.stderr
@@ -174,10 +177,10 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_sweep_prints_the_cells_as_json(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One object a cell, the best included."""
+def test_sweep_prints_the_cells_as_json(plan_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each cell is an object, with its best."""
     grid = ("--world-sizes", "4,8", "--bandwidths", "1gbit,25gbit", "--json")
-    assert main(["sweep", path, *grid, "--algorithm", "tree"]) == 0
+    assert main(["sweep", plan_path, *grid, "--algorithm", "tree"]) == 0
     cells = json.loads(capsys.readouterr().out)
     assert [(cell["world_size"], cell["bytes_per_s"]) for cell in cells] == [
         (4, 125e6), (4, 3.125e9), (8, 125e6), (8, 3.125e9),
@@ -185,15 +188,15 @@ def test_sweep_prints_the_cells_as_json(path: str, capsys: pytest.CaptureFixture
     assert {cell["best"] for cell in cells} <= {"saved", "default", "replanned"}
 
 
-def test_simulate_prints_what_the_simulator_says(
-    path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
+def test_simulate_prints_the_simulation(
+    plan_path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the plan's own ring, and as JSON with given links and stragglers."""
-    assert main(["simulate", path, "--world-size", "16"]) == 0
+    """It is of the plan's ring, or of given links and stragglers, here as JSON."""
+    assert main(["simulate", plan_path, "--world-size", "16"]) == 0
     assert capsys.readouterr().out == f"{simulate(plan, world_size=16)}\n"
     text = "--bandwidth 200gbit --algorithm hierarchical --ranks-per-node 8 --latency-us 10"
     slow = ("--stragglers", "0.02", "--seed", "7")
-    assert main(["simulate", path, "--world-size", "16", *text.split(), *slow, "--json"]) == 0
+    assert main(["simulate", plan_path, "--world-size", "16", *text.split(), *slow, "--json"]) == 0
     network = Network(latency_s=10e-6, bytes_per_s=25e9, algorithm="hierarchical", ranks_per_node=8)
     expected = simulate(
         plan, world_size=16, network=network, stragglers=Stragglers(mean_delay=0.02, seed=7)
@@ -204,12 +207,12 @@ def test_simulate_prints_what_the_simulator_says(
 
 
 def test_commands_keep_the_plans_interference(
-    path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
+    plan_path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is the machine's, not the link's."""
     cost = AllreduceCost(startup_s=1e-4, s_per_byte=8e-9, interference=0.25)
-    plan_buckets(plan.profile, cost, 2).save(path)
-    main(["simulate", path, "--world-size", "16", "--bandwidth", "1gbit", "--json"])
+    plan_buckets(plan.profile, cost, 2).save(plan_path)
+    main(["simulate", plan_path, "--world-size", "16", "--bandwidth", "1gbit", "--json"])
     assert json.loads(capsys.readouterr().out)["cost"]["interference"] == 0.25
 
 
@@ -233,14 +236,14 @@ def test_commands_keep_the_plans_interference(
 def test_bad_arguments_exit_with_2_and_a_message(
     arguments: tuple[str, ...],
     message: str,
-    path: str,
+    plan_path: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It names the argument, or the value and what is valid."""
+    """The message has the argument, or the value and what is valid."""
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     with pytest.raises(SystemExit) as stopped:
-        main([argument.format(plan=path, broken=broken) for argument in arguments])
+        main([argument.format(plan=plan_path, broken=broken) for argument in arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err

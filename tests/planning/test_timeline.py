@@ -25,7 +25,7 @@ COST = AllreduceCost(startup_s=1, s_per_byte=1)
 
 
 def test_allreduces_run_in_order_and_wait_for_each_other() -> None:
-    """[1, 1+3) waits for nothing; the second is ready at 2 and waits until 5; then until 8."""
+    """The first runs from 1 to 5, waiting for nothing; the second, ready at 2, from 5 to 8."""
     timeline = predict(_profile([1, 2], [3, 2], forward_s=4, between_s=1), (1, 1), COST)
     first, second = timeline.buckets
     assert (first.ready_s, first.launched_s, first.finished_s) == (1, 1, 5)
@@ -35,7 +35,7 @@ def test_allreduces_run_in_order_and_wait_for_each_other() -> None:
     assert timeline.bound_s == 7
 
 
-def test_what_communication_costs_is_more_than_what_is_exposed() -> None:
+def test_communication_costs_more_than_its_exposed_part() -> None:
     """The first allreduce, of 2, runs from 1 to 3, and halves the speed of what is computed."""
     cost = AllreduceCost(startup_s=0, s_per_byte=1, interference=0.5)
     timeline = predict(_profile([1, 3], [2, 1]), (1, 1), cost)
@@ -60,7 +60,7 @@ def test_each_launch_delays_what_comes_after_it() -> None:
 
 
 def test_an_allreduce_slows_computation_down_while_it_runs() -> None:
-    """It starts at 1 and moves bytes from 2 to 5, at half the speed: 4 is reached at 5.5."""
+    """It starts at 1 and moves bytes from 2 to 5; at half the speed, 4 is reached at 5.5."""
     cost = AllreduceCost(startup_s=1, s_per_byte=1, interference=0.5)
     timeline = predict(_profile([1, 4], [3, 1]), (1, 1), cost)
     assert timeline.computed_s == pytest.approx(5.5)
@@ -104,12 +104,12 @@ def _cases(draw: st.DrawFn) -> tuple[Profile, tuple[int, ...]]:
 
 @given(_cases(), costs)
 def test_measured_times_can_be_freed_from_the_disturbance(case, cost) -> None:
-    """What `undisturbed` makes of the predicted times is what was predicted from."""
+    """`undisturbed` returns from predicted times to those that they were predicted from."""
     profile, sizes = case
     measured_s = ready_times(profile, sizes, cost)
     measured = profile.with_ready_times(measured_s, backward_s=measured_s[-1])
-    found = undisturbed(measured, sizes, cost)
-    assert found == pytest.approx([g.ready_s for g in profile.gradients], abs=1e-9)
+    freed_s = undisturbed(measured, sizes, cost)
+    assert freed_s == pytest.approx([g.ready_s for g in profile.gradients], abs=1e-9)
 
 
 @given(_cases(), costs)
@@ -126,12 +126,12 @@ def test_nothing_waits_without_reason(case, cost) -> None:
 
 @given(_cases(), costs, st.sampled_from([0.0, 0.3, 2.0]))
 def test_no_plan_beats_the_bound(case, cost, forward_s) -> None:
-    """The best included, whatever plan it is that the bound is shown with."""
-    profile, shown = case
+    """The bounds of all plans' timelines hold, also for the best plan."""
+    profile, drawn_sizes = case
     profile = dataclasses.replace(profile, forward_s=forward_s)
     count = len(profile.gradients)
-    for sizes in (shown, (1,) * count, (count,), best_buckets(profile, cost)):
+    for sizes in (drawn_sizes, (1,) * count, (count,), best_buckets(profile, cost)):
         timeline = predict(profile, sizes, cost)
-        for other in (shown, (1,) * count):
+        for other in (drawn_sizes, (1,) * count):
             bound_s = predict(profile, other, cost).bound_s
             assert timeline.iteration_s >= bound_s - 1e-9

@@ -1,7 +1,7 @@
 """`buckets="auto"` on two ranks: all switch at the same step or none does, and gradients are right.
 
-The network is given (a slow one), since what it costs here says nothing, and so is the clock, since
-a machine that is busy for a moment would make the best buckets others.
+The tests choose the network's cost (a slow one), since what it costs here says nothing, and the
+clock, since a machine that is busy for a moment would make the best buckets others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import datetime
 import inspect
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -31,6 +30,7 @@ from ddpopt.split import compiler
 from ddpopt.split import state as records
 from ddpopt.steps import clock as clocks
 from tests.support.buckets import real_buckets
+from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.ranks import Ranks
 
@@ -40,6 +40,7 @@ FREE = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
 DECIDED = 9  # the step in which buckets change
 JUDGED = DECIDED + 8
 CHANGED = 160  # readings of the clock, of which a step makes fifteen
+PAUSE_S = 100 * TICK_S
 SHAPE = (256, 64)
 
 
@@ -59,7 +60,8 @@ def _clock(tick_s: float = TICK_S, later: float = 1.0) -> mock.Mock:
 
 
 @contextlib.contextmanager
-def _given(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
+def _simulated(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
+    """Have allreduces cost that much in this block, and time go on by a clock of `_clock`."""
     with (
         mock.patch.object(tuning, "calibrate", return_value=cost),
         mock.patch.object(clocks, "time", clock or _clock()),
@@ -83,14 +85,14 @@ def _train(
     expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options or {})
     ddp = DistributedDataParallel(module, **ddp_options or {})
     if hook is not None:
-        for each in (expected, ddp):
-            each.register_comm_hook(*hook)
+        for model in (expected, ddp):
+            model.register_comm_hook(*hook)
     options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     buckets = []
     clock, num_steps = patches.pop("clock", None), patches.pop("num_steps", DECIDED + 4)
     planner = patches.pop("plan_buckets", decision.plan_buckets)
-    with _given(cost, clock), mock.patch.object(decision, "plan_buckets", planner):
+    with _simulated(cost, clock), mock.patch.object(decision, "plan_buckets", planner):
         for x in batches(rank, [SHAPE] * num_steps):
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
             buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
@@ -130,7 +132,7 @@ def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
     assert first["outcome"] in first["explained"]
 
 
-_TAKEN = inspect.signature(DistributedDataParallel).parameters
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _OPTIONS: list[dict[str, Any]] = [
     {"static_graph": True},
     {"gradient_as_bucket_view": True},
@@ -142,9 +144,11 @@ _OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("ddp_options", [o for o in _OPTIONS if o.keys() <= _TAKEN.keys()], ids=str)
+@pytest.mark.parametrize(
+    "ddp_options", [o for o in _OPTIONS if o.keys() <= _DDP_ARGUMENTS.keys()], ids=str
+)
 def test_options_of_ddp_stay(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
-    """Those that the installed torch has."""
+    """The rows are the options that the installed torch has."""
     for result in ranks.run(_train, "backward", SLOW, {}, ddp_options):
         assert result["outcome"].startswith("buckets change")
         assert all(result["as_planned"])
@@ -163,7 +167,7 @@ def _reduce_and_count(state, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def test_nothing_is_changed_where_nothing_is_won(ranks: Ranks) -> None:
+def test_buckets_stay_where_others_would_gain_nothing(ranks: Ranks) -> None:
     for result in ranks.run(_train, "backward", FREE, {}):
         assert result["outcome"].startswith("buckets stay as they are, 1: with the best, ")
         assert result["hash"] is None
@@ -185,13 +189,13 @@ def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, split: str) -> None:
-    """On all ranks in one step, and the same steps follow as before."""
+    """All ranks take it back in one step, and the same steps follow as before."""
     first, second = ranks.run(_train_until_judged, split, 1.0)
-    for one in (first, second):
-        assert "the previous buckets are back: iterations, predicted to get " in one["outcome"]
-        assert one["hash"] is None
-        assert one["graphs"] == (1 if split == "auto" else 3)
-        assert one["as_planned"] == [True]
+    for result in (first, second):
+        assert "the previous buckets are back: iterations, predicted to get " in result["outcome"]
+        assert result["hash"] is None
+        assert result["graphs"] == (1 if split == "auto" else 3)
+        assert result["as_planned"] == [True]
     assert first["outcome"] == second["outcome"]
     assert first["buckets"] == second["buckets"]
     before, after = first["buckets"][2], first["buckets"][JUDGED - 1 :]
@@ -204,7 +208,7 @@ def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW, _clock(later=later)):
+    with _simulated(SLOW, _clock(later=later)):
         for step, x in enumerate(batches(rank, [SHAPE] * (JUDGED + 3)), 1):
             if rank == 0 and step == DECIDED + 3:
                 torch._dynamo.reset()
@@ -219,7 +223,7 @@ def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
     assert first[1] == 1
 
 
-def test_what_a_change_has_brought_is_told_beside_what_was_predicted(ranks: Ranks) -> None:
+def test_a_measured_gain_is_told_where_a_change_is_kept(ranks: Ranks) -> None:
     for result in ranks.run(_train_until_judged, "auto", 0.75):
         assert "measured: iterations got 25% shorter (" in result["outcome"]
         assert result["hash"]
@@ -245,7 +249,7 @@ def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
 def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
     ranks: Ranks, cost: AllreduceCost
 ) -> None:
-    """Where "auto" was to cut the backward: for the buckets that were found, or DDP's own."""
+    """The option "auto" was to cut the backward; they are cut for the new buckets, or for DDP's."""
     for result in ranks.run(_train_forward_instead, cost):
         assert result["outcome"].startswith("buckets change" if cost is SLOW else "buckets stay")
         assert result["graphs"] == 2
@@ -287,7 +291,7 @@ def _train_apart(rank: int, absent: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, absent: int) -> None:
-    """Nor does it keep ranks from finding each other for the next module, an equal one."""
+    """For the next module, an equal one, all ranks meet again."""
     result = ranks.run(_train_apart, absent)
     present = result[1 - absent]
     assert present["outcome"].startswith(
@@ -325,7 +329,7 @@ def _train_beside(rank: int, kind: str) -> str:
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW):
+    with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 3)):
             train(ddp, [x], compiled)
             if kind.endswith("each step"):
@@ -334,8 +338,10 @@ def _train_beside(rank: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["messages", "messages in each step", "barrier"])
-def test_ranks_meet_whatever_their_group_has_counted(four_ranks: Ranks, kind: str) -> None:
-    """A process group counts what ranks send to each other, which differs between ranks."""
+def test_ranks_meet_though_their_group_has_counted_differently(
+    four_ranks: Ranks, kind: str
+) -> None:
+    """A process group counts messages between ranks and barriers, of which ranks have others."""
     outcomes = four_ranks.run(_train_beside, kind)
     assert outcomes[0].startswith("buckets change")
     assert len(set(outcomes)) == 1
@@ -356,7 +362,7 @@ def _train_twins(rank: int, tuned: tuple[int, ...]) -> list[str]:
         buckets = "auto" if k in tuned else "ddp"
         options = {"inner": "aot_eager", "split": "backward", "buckets": buckets}
         calls.append(torch.compile(ddp, backend="ddpopt", options=options))
-    with _given(SLOW):
+    with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 2)):
             for ddp in models:
                 ddp.zero_grad()
@@ -366,7 +372,7 @@ def _train_twins(rank: int, tuned: tuple[int, ...]) -> list[str]:
 
 
 def test_ranks_meet_for_one_and_the_same_of_two_equal_models(ranks: Ranks) -> None:
-    """Also where their backward is one; and not if one rank looks for the other's buckets."""
+    """They do so though one backward is of both models."""
     first, second = ranks.run(_train_twins, (0, 1))
     assert first == second
     assert all(outcome.startswith("buckets change") for outcome in first), first
@@ -387,7 +393,14 @@ def _train_later(rank: int, num_eager: int) -> str:
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW), mock.patch.object(tuning, "_LONGEST_MEETING_S", 0.5):
+    waited_s = 0.0
+
+    def wait(_seconds: float) -> None:
+        nonlocal waited_s
+        waited_s += 1.0
+
+    clock = mock.Mock(monotonic=lambda: waited_s, sleep=wait)
+    with _simulated(SLOW), mock.patch.object(store, "time", clock):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else compiled)
     return tuning.find_tuner(ddp).outcome
@@ -416,7 +429,7 @@ def _train_with(rank: int, kind: str, split: str) -> str:
     ddp = DistributedDataParallel(module)
     options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW):
+    with _simulated(SLOW):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 3)), 1):
             if kind == "sanity" and rank == 0 and step in (1, 3, DECIDED):
                 ddp(x)
@@ -424,18 +437,20 @@ def _train_with(rank: int, kind: str, split: str) -> str:
             if kind == "reset" and rank == 0 and step in (2, 6):
                 torch._dynamo.reset()
             if kind == "frozen":
-                for each, call in ((ddp, compiled), (expected, expected)):
-                    each.requires_grad_(False)
+                for model, call in ((ddp, compiled), (expected, expected)):
+                    model.requires_grad_(False)
                     call(x.requires_grad_()).sum().backward()
-                    each.requires_grad_(True)
+                    model.requires_grad_(True)
             assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
     return tuning.find_tuner(ddp).outcome
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("kind", ["sanity", "reset", "frozen"])
-def test_ranks_meet_whatever_else_they_run(ranks: Ranks, kind: str, split: str) -> None:
-    """Forwards on one rank, a reset of Dynamo on one, and forwards of frozen parameters on all."""
+def test_ranks_meet_though_one_runs_more_or_forgets_its_code(
+    ranks: Ranks, kind: str, split: str
+) -> None:
+    """One rank runs more forwards, or resets Dynamo; or all have forwards of frozen parameters."""
     first, second = ranks.run(_train_with, kind, split)
     assert first.startswith("buckets change")
     assert first == second
@@ -467,7 +482,7 @@ def _train_at_the_limit(rank: int) -> str:
     ddp = DistributedDataParallel(compiled)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
-        _given(SLOW),
+        _simulated(SLOW),
     ):
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -476,7 +491,7 @@ def _train_at_the_limit(rank: int) -> str:
 
 
 def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
-    """A graph that may be compiled once is compiled once more, whole graphs asked for; no third."""
+    """With fullgraph and a limit of one compile there is a second for the search, and no third."""
     for outcome in ranks.run(_train_at_the_limit):
         assert outcome.startswith("buckets change")
 
@@ -503,7 +518,7 @@ def _train_oddly(rank: int, kind: str) -> str:
     ddp = DistributedDataParallel(module)
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW):
+    with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 4)):
             for model, call in ((ddp, compiled), (expected, expected)):
                 if kind == "two forwards":
@@ -524,7 +539,7 @@ def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
 
 
 def test_where_no_step_can_be_measured_buckets_stay(ranks: Ranks) -> None:
-    """The reason is named, and what does without measuring."""
+    """The outcome has the reason, and the option that needs no measured step."""
     for outcome in ranks.run(_train_oddly, "two forwards"):
         assert "too few steps of one forward and one backward" in outcome
         assert "5 of 5 had several forwards" in outcome
@@ -544,7 +559,7 @@ def _train_in_part(rank: int) -> str:
     ddp = DistributedDataParallel(_Skipping(), static_graph=True)
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _given(SLOW):
+    with _simulated(SLOW):
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 1)), compiled)
     return tuning.find_tuner(ddp).outcome
 
@@ -562,10 +577,8 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    warned: list[str] = []
-    keep = lambda text, *args: warned.append(text % args)  # noqa: E731
     inputs = batches(rank, [SHAPE] * (DECIDED + 4))
-    with _given(SLOW), mock.patch.object(tuning._logs, "warning", keep):
+    with _simulated(SLOW), logged("warning") as warned:
         for step in range(110):
             with ddp.no_sync() if kind == "no_sync" else contextlib.nullcontext():
                 output = compiled(inputs[0][:2])
@@ -584,8 +597,8 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
 
 
 @pytest.mark.parametrize("kind", ["no_sync", "no backward", "no accumulation"])
-def test_a_search_that_does_not_get_on_says_so_once(ranks: Ranks, kind: str) -> None:
-    """After a hundred forwards with gradients; and it goes on if gradients are reduced then."""
+def test_a_search_without_steps_is_warned_of_once(ranks: Ranks, kind: str) -> None:
+    """The warning comes after a hundred forwards; the search goes on if gradients are reduced."""
     for warned, explained, outcome in ranks.run(_run_without_end, kind):
         (text,) = warned
         assert "looking for better buckets: 0 of 8 steps" in text
@@ -598,26 +611,34 @@ def test_a_search_that_does_not_get_on_says_so_once(ranks: Ranks, kind: str) -> 
 
 
 def _train_with_evaluation(rank: int) -> dict[str, Any]:
-    """A forward without gradients between steps, of other times; the step is measured as it is."""
+    """Evaluate between steps, with a pause before and after the forward without gradients."""
     torch._dynamo.reset()
     ddp = DistributedDataParallel(MLP())
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with mock.patch.object(tuning, "calibrate", return_value=SLOW):
+    running, paused_s = _clock(), 0.0
+    clock = mock.Mock(perf_counter=lambda: running.perf_counter() + paused_s)
+    with _simulated(SLOW, clock):
         for x in batches(rank, [SHAPE] * (DECIDED + 1)):
             train(ddp, [x], compiled)
-            time.sleep(0.05)
+            paused_s += PAUSE_S
             with torch.no_grad():
                 compiled(x)
-    best = tuning.find_tuner(ddp).best
-    return {"ready": best.profile.gradients[0].ready_s, "between": best.profile.between_s}
+            paused_s += PAUSE_S
+    profile = tuning.find_tuner(ddp).best.profile
+    return {
+        "forward": profile.forward_s,
+        "backward": profile.backward_s,
+        "between": profile.between_s,
+    }
 
 
 def test_a_forward_of_an_evaluation_is_no_part_of_a_step(ranks: Ranks) -> None:
-    """The pause before it lies between steps; gradients are ready before, not after it."""
-    for result in ranks.run(_train_with_evaluation):
-        assert result["between"] >= 0.05
-        assert result["ready"] < result["between"]
+    """It lies between steps with the pauses around it; forward and backward have ticks alone."""
+    for seconds in ranks.run(_train_with_evaluation):
+        assert seconds["forward"] == pytest.approx(TICK_S)
+        assert 0 < seconds["backward"] < PAUSE_S
+        assert 2 * PAUSE_S < seconds["between"] < 3 * PAUSE_S
 
 
 def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:
@@ -647,7 +668,7 @@ def _explain_meanwhile(rank: int) -> list[str]:
     options = {"inner": "aot_eager", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     texts = []
-    with _given(SLOW):
+    with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 2)):
             train(ddp, [x], compiled)
             explained = ddpopt.explain(ddp)
@@ -663,13 +684,12 @@ def test_explain_says_how_far_it_is_and_never_advises_what_is_on(ranks: Ranks) -
 
 
 def test_the_choice_is_logged_once(ranks: Ranks) -> None:
-    """On rank 0: all ranks know it alike."""
+    """Rank 0 logs it, since all ranks know the same."""
     assert ranks.run(_count_log_lines) == [1, 0]
 
 
 def _count_log_lines(rank: int) -> int:
-    lines: list[str] = []
-    with mock.patch.object(tuning._logs, "info", lambda text, *args: lines.append(text % args)):
+    with logged("info") as lines:
         outcome = _train(rank, "backward", SLOW, {})["outcome"]
     return lines.count(outcome.rpartition("\n")[0])
 
@@ -683,24 +703,24 @@ def _search_twice(rank: int) -> list[tuple[str, int]]:
         ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
     )
     inputs = batches(rank, [SHAPE] * (2 * DECIDED + 4))
-    found = []
+    results = []
     for cost in (SLOW, FREE, SLOW):
         tuner = tuning.find_tuner(ddp)
         if tuner is not None:
             assert tuner.is_done
             if rebucket.plan_of(ddp) is not None:
-                own = [list(range(12))[::-1]]
-                rebucket.take_back(ddp, own, [2**20])
+                ddps_buckets = [list(range(12))[::-1]]
+                rebucket.take_back(ddp, ddps_buckets, [2**20])
                 train(ddp, inputs[:2], compiled)
             tuning.search_again(ddp)
-        with _given(cost, _clock(later=0.5)):
+        with _simulated(cost, _clock(later=0.5)):
             train(ddp, inputs, compiled)
-        found.append((tuning.find_tuner(ddp).outcome, len(real_buckets(ddp))))
-    return found
+        results.append((tuning.find_tuner(ddp).outcome, len(real_buckets(ddp))))
+    return results
 
 
 def test_a_search_can_be_made_once_more(ranks: Ranks) -> None:
-    """As the benchmarks do for each rate of a network."""
+    """The benchmarks do so for each rate of a network."""
     first, second = ranks.run(_search_twice)
     assert [num_buckets for _, num_buckets in first] == [num for _, num in second]
     outcomes = [outcome.partition(",")[0] for outcome, _ in first]

@@ -1,6 +1,6 @@
 """A group's store that answers, does not answer, or fails; and ranks that meet by it.
 
-Those are threads of this process.
+The ranks are threads of this process.
 """
 
 from __future__ import annotations
@@ -45,60 +45,57 @@ def _threads() -> list[threading.Thread]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_is_written_is_there() -> None:
-    """Also of one that is made again under the same key."""
-    own = _store()
-    assert own.get_all() == [""]
-    own.set_own("here")
-    assert own.get("0", "other") == ["here", ""]
-    assert [own.set_first("answer", text) for text in ("yes", "no", "")] == ["yes"] * 3
+def test_a_value_that_is_written_is_read() -> None:
+    """So it is by a store that is made anew under the same key."""
+    group_store = _store()
+    assert group_store.get_all() == [""]
+    group_store.set_own("here")
+    assert group_store.get("0", "other") == ["here", ""]
+    assert [group_store.set_first("answer", text) for text in ("yes", "no", "")] == ["yes"] * 3
     assert _store().get_all() == ["here"]
     assert not _threads()
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_no_two_have_a_key() -> None:
-    """Whatever their name."""
+def test_no_two_keys_of_a_group_are_equal() -> None:
     keys = [next_key(_group(), name) for name in ("a", "a", "b")]
     assert len(set(keys)) == 3
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_connection_is_the_stores_own() -> None:
-    """So that the group's store ends with its group, and other calls do not wait for it."""
-    own = _store()
-    assert own._ask(id) != id(_torch.store_of(_group()))
-    assert own._ask(id) == own._ask(id)
+def test_a_store_has_one_connection_which_is_not_the_groups() -> None:
+    """So the group's store ends with its group, and other calls do not wait for it."""
+    group_store = _store()
+    assert group_store._ask(id) != id(_torch.store_of(_group()))
+    assert group_store._ask(id) == group_store._ask(id)
     assert not _threads()
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_store_that_does_not_answer_is_asked_once() -> None:
-    """A call after the limit fails at once."""
+    """A call after the limit fails without another try."""
     with hanging_store() as hanging:
-        own = _store(0.05)
-        began_s = time.monotonic()
+        group_store = _store(0.05)
         for _ in range(2):
             with pytest.raises(PeerError, match=r"^testing: .* gone \(no answer within 0\.05 s\)"):
-                own.get_all()
-            own.limit_s = LIMIT_S
-        assert time.monotonic() - began_s < LIMIT_S
+                group_store.get_all()
+            group_store.limit_s = LIMIT_S
         assert hanging.num_calls == 1
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_fails_in_a_call_is_named() -> None:
-    """With its own words, and as the cause; it is the last call."""
-    own = _store()
+def test_an_error_in_a_call_is_told_and_ends_all_calls() -> None:
+    """The message has its words, and it is the cause."""
+    group_store = _store()
     with pytest.raises(PeerError, match="no such key") as caught:
-        own._ask(lambda store: {}["no such key"])
+        group_store._ask(lambda store: {}["no such key"])
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(PeerError, match="no such key"):
-        own.get_all()
+        group_store.get_all()
 
 
 class _Only:
-    """A store of the user's own, with one connection only."""
+    """Is a store that a user wrote in Python, which has one connection only."""
 
     def clone(self) -> Any:
         raise RuntimeError('Tried to call pure virtual function "Store::clone"')
@@ -114,7 +111,6 @@ class _Only:
 def test_a_store_without_a_second_connection_is_called_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As stores that are written in Python."""
     monkeypatch.setattr(_torch, "store_of", lambda _: _Only())
     assert _store().get("y", "x") == ["", "TEST/OWN/X"]
 
@@ -128,9 +124,28 @@ class _Group(NamedTuple):
     group_name: str = "test"
 
 
+class _Clock:
+    """Takes the place of the module `time`, and goes on by `tick_s` with each `sleep` alone.
+
+    It calls `at_tick` then.
+    """
+
+    def __init__(self, tick_s: float, at_tick: Callable[[], None] = lambda: None) -> None:
+        self.num_ticks = 0
+        self.at_tick = at_tick
+        self._tick_s = tick_s
+
+    def monotonic(self) -> float:
+        return self.num_ticks * self._tick_s
+
+    def sleep(self, _seconds: float) -> None:
+        self.num_ticks += 1
+        self.at_tick()
+
+
 @pytest.fixture
-def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All groups share one store; monitored blocks have the same names on all ranks."""
+def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """The one store of all groups; monitored blocks have the same names on all ranks."""
     shared, numbers = dist.HashStore(), [itertools.count() for _ in range(4)]
     monkeypatch.setattr(_torch, "store_of", lambda _: shared)
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
@@ -138,6 +153,7 @@ def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         store, "next_key", lambda group, name: f"{name}/{next(numbers[group.rank])}"
     )
+    return shared
 
 
 def _on_ranks(size: int, run: Callable[[Any], Any]) -> list[str]:
@@ -153,25 +169,68 @@ def _on_ranks(size: int, run: Callable[[Any], Any]) -> list[str]:
         return list(pool.map(report, range(size)))
 
 
-@pytest.mark.usefixtures("threads_as_ranks")
-def test_a_block_ends_on_no_rank_before_it_has_ended_on_all() -> None:
-    """However long one works, whatever the silence that is allowed; no thread is left."""
-    is_at_work = threading.Event()
+def test_a_block_ends_on_no_rank_before_it_has_ended_on_all(threads_as_ranks: dist.Store) -> None:
+    """Here rank 1 works on after the others are done. No thread is left."""
+    has_worked = threading.Event()
+    all_have_come = threading.Barrier(3)
 
     def run(group: _Group) -> bool:
-        with monitored_block(group, "work", "working", silence_s=0.5):  # type: ignore[arg-type]
+        with monitored_block(group, "work", "working", silence_s=LIMIT_S):  # type: ignore[arg-type]
+            all_have_come.wait(LIMIT_S)
             if group.rank == 1:
-                time.sleep(1.0)
-                is_at_work.set()
-        return is_at_work.is_set()
+                until_s = time.monotonic() + LIMIT_S
+                while {threads_as_ranks.get(f"work/0/{rank}") for rank in (0, 2)} != {b"done"}:
+                    assert time.monotonic() < until_s
+                    time.sleep(store._POLL_S)
+                time.sleep(2 * store._POLL_S)  # in which a block that does not wait would end
+                has_worked.set()
+        return has_worked.is_set()
 
     assert _on_ranks(3, run) == ["True"] * 3
     assert not _threads()
 
 
+def test_a_rank_reports_as_long_as_it_works(
+    threads_as_ranks: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each report differs from the one before, and one comes in a part of the allowed silence."""
+    monkeypatch.setattr(store, "_BEATS", 100 * LIMIT_S)
+    reports: list[bytes] = []
+    until_s = time.monotonic() + LIMIT_S
+    alone: Any = _Group(0, 1)
+    with monitored_block(alone, "work", "working", silence_s=LIMIT_S):
+        while len(reports) < 3 and time.monotonic() < until_s:
+            report = threads_as_ranks.get("work/0/0")
+            if report not in reports:
+                reports.append(report)
+            time.sleep(1e-3)
+    assert len(reports) == 3
+    assert all(report.startswith(b"working") for report in reports)
+
+
+def test_a_rank_that_reports_is_waited_for_longer_than_the_allowed_silence(
+    threads_as_ranks: dist.Store,
+) -> None:
+    """Here rank 1 reports after nine tenths of the silence, and is done after nine reports."""
+    clock = _Clock(tick_s=0.9 * LIMIT_S)
+
+    def report() -> None:
+        is_done = clock.num_ticks == 10
+        threads_as_ranks.set("work/0/1", "done" if is_done else f"working\n{clock.num_ticks}")
+
+    clock.at_tick = report
+    alone: Any = _Group(0, 2)
+    with (
+        mock.patch.object(store, "time", clock),
+        monitored_block(alone, "work", "working", silence_s=LIMIT_S),
+    ):
+        pass
+    assert clock.num_ticks == 10
+
+
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_an_error_in_a_block_is_one_of_all() -> None:
-    """The others name the rank, the phase and its error; the next block is as good as new."""
+    """The others name the rank, its phase and its error; a block after a failed one works."""
 
     def run(group: _Group) -> None:
         thinking = monitored_block(group, "work", "thinking", silence_s=LIMIT_S)  # type: ignore[arg-type]
@@ -189,35 +248,48 @@ def test_an_error_in_a_block_is_one_of_all() -> None:
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_a_rank_that_does_not_come_is_named_with_its_last_report() -> None:
-    """After the silence that is allowed."""
+    """It is waited for until the allowed silence has passed."""
+    clock = _Clock(tick_s=0.3 * LIMIT_S)
     alone: Any = _Group(0, 2)
+    text = rf"rank 1 has been silent for {LIMIT_S:.0f} s \(its last report: absent"
     with (
-        pytest.raises(PeerError, match=r"rank 1 has been silent for 0 s \(its last report: absent"),
-        monitored_block(alone, "work", "working", silence_s=0.3),
+        mock.patch.object(store, "time", clock),
+        pytest.raises(PeerError, match=text),
+        monitored_block(alone, "work", "working", silence_s=LIMIT_S),
     ):
         pass
+    assert clock.num_ticks == 4
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_one_of_those_that_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And in which phase those are."""
-    monkeypatch.setattr(store, "_REPORT_S", 0.3)
+    """It names their phase too; where two wait, it is the first of them."""
+    monkeypatch.setattr(store, "_REPORT_S", 0.05)
+    threads_of_ranks: dict[int, int] = {}
+    tellers: list[int] = []  # threads
     is_said = threading.Event()
 
+    def note(text: str, *args: object) -> None:
+        # Before rank 2 has come, its name is in the line as well.
+        if text % args == "work: still waiting for rank 0 (working)":
+            tellers.append(threading.get_ident())
+            if len(tellers) == 3:
+                is_said.set()
+
     def run(group: _Group) -> None:
+        threads_of_ranks[group.rank] = threading.get_ident()
         with monitored_block(group, "work", "working", silence_s=LIMIT_S):  # type: ignore[arg-type]
             if group.rank == 0:
                 assert is_said.wait(LIMIT_S)
 
-    with mock.patch.object(_logs, "warning", side_effect=lambda *_: is_said.set()) as warning:
+    with mock.patch.object(_logs, "warning", note):
         assert _on_ranks(3, run) == ["None"] * 3
-    said = {call.args[0] % call.args[1:] for call in warning.call_args_list}
-    assert said == {"work: still waiting for rank 0 (working)"}
+    assert set(tellers) == {threads_of_ranks[1]}
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_a_store_that_does_not_answer_ends_a_monitored_block() -> None:
-    """After the silence that was allowed."""
+    """It has as long for an answer as a rank may be silent."""
     alone: Any = _Group(0, 1)
     with (
         hanging_store(),
@@ -236,7 +308,7 @@ def _decisions(
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_ranks_that_all_come_go_on() -> None:
-    """The last one to come says so."""
+    """The last one to come writes the answer."""
     decisions = _decisions(3, LIMIT_S)
     assert _on_ranks(3, lambda group: decisions[group.rank].decide()) == ["None"] * 3
     assert not _threads()
@@ -255,8 +327,8 @@ def test_a_rank_that_is_not_announced_is_not_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
-def test_one_that_cannot_go_on_answers_for_all() -> None:
-    """The first of them, and nobody waits."""
+def test_the_first_rank_that_cannot_go_on_answers_for_all() -> None:
+    """Nobody waits for the others then."""
     first, second, third = _decisions(3, LIMIT_S)
     with mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")):
         answers = [second.decide("it cannot"), first.decide("nor can I"), third.decide()]
@@ -264,8 +336,8 @@ def test_one_that_cannot_go_on_answers_for_all() -> None:
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
-def test_one_that_cannot_go_on_for_now_answers_for_all_and_they_may_ask_again() -> None:
-    """With another key."""
+def test_a_rank_that_cannot_go_on_for_now_answers_for_all_and_they_may_ask_again() -> None:
+    """They ask with another key."""
     decisions = _decisions(2, LIMIT_S)
     answers = [decisions[1].decide("not yet", is_for_now=True), decisions[0].decide()]
     assert answers == [Refusal("on rank 1: not yet", is_for_now=True)] * 2
@@ -275,26 +347,26 @@ def test_one_that_cannot_go_on_for_now_answers_for_all_and_they_may_ask_again() 
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_all_missing_ranks_have_one_time_limit_and_find_its_outcome() -> None:
-    """Who comes after it does not wait again."""
-    first, *others = _decisions(4, limit_s=0.4)
-    with mock.patch.object(store.time, "sleep", side_effect=time.sleep) as sleep:
-        answer = Refusal("ranks 1, 2, 3 did not come within 0 s")
+    """Ranks that come after it do not wait again."""
+    first, *others = _decisions(4, LIMIT_S)
+    clock = _Clock(tick_s=0.3 * LIMIT_S)
+    with mock.patch.object(store, "time", clock):
+        answer = Refusal(f"ranks 1, 2, 3 did not come within {LIMIT_S:.0f} s")
         assert first.decide() == answer
-        assert sleep.call_count <= 0.4 / store._POLL_S + 1
-        sleep.reset_mock()
-        assert {each.decide() for each in others} == {answer}
-        sleep.assert_not_called()
+        assert clock.num_ticks == 4
+        assert {late.decide() for late in others} == {answer}
+        assert clock.num_ticks == 4
 
 
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_a_store_that_does_not_answer_ends_a_decision() -> None:
-    """With an error, since nobody knows then what the others do."""
+    """It is an error, since nobody knows then what the others do."""
     with hanging_store(), pytest.raises(PeerError, match=r"^looking: .* store has gone"):
         _decisions(1, limit_s=0.05)
 
 
 def test_ranks_are_named_in_few_words() -> None:
-    """Eight of them at most."""
+    """Eight of them are shown at most."""
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([5, 0]) == "ranks 0, 5"
     assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

@@ -1,4 +1,4 @@
-"""Subscribers to a DDP module's forwards."""
+"""Subscribers to a DDP module's forwards: who they are, in which order, and until when."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class _Noting(Subscriber):
 
 
 class _NotingToo(_Noting):
-    """Another class: of each a module has one subscriber."""
+    """Is another class: of each a module has one subscriber."""
 
 
 class _NotingLast(_Noting):
-    """And another."""
+    """Is a third class."""
 
 
 def _ddp() -> DistributedDataParallel:
@@ -54,7 +54,7 @@ def _run(ddp: DistributedDataParallel) -> None:
 
 
 def test_a_module_that_never_uses_us_has_no_subscriber_and_no_state(one_rank: None) -> None:
-    """After its first forward, in which it was looked at once."""
+    """It is looked at once, in its first forward."""
     ddp = _ddp()
     _run(ddp)
     _run(ddp)
@@ -62,10 +62,8 @@ def test_a_module_that_never_uses_us_has_no_subscriber_and_no_state(one_rank: No
     assert ddp not in state._states
 
 
-def test_a_module_that_has_subscribers_before_the_backend_is_asked_then(
-    one_rank: None,
-) -> None:
-    """As after `rebucket` of a module that runs uncompiled at first."""
+def test_interests_are_asked_also_of_a_module_that_has_subscribers(one_rank: None) -> None:
+    """`rebucket` of a module that runs uncompiled subscribes before anybody is asked."""
     ddp, notes = _ddp(), list[str]()
     with mock.patch.object(forwards, "_interests", []):
         subscribe(ddp, _Noting("rebucket", notes), Turn.CHANGES)
@@ -75,7 +73,7 @@ def test_a_module_that_has_subscribers_before_the_backend_is_asked_then(
 
 
 def test_subscribers_are_told_in_their_turns(one_rank: None) -> None:
-    """However they came; of another module they are not told."""
+    """The order in which they came does not count; of another module they are not told."""
     ddp, notes = _ddp(), list[str]()
     subscribe(ddp, _Noting("remembers", notes), Turn.REMEMBERS)
     subscribe(ddp, _NotingToo("watches", notes))
@@ -87,8 +85,7 @@ def test_subscribers_are_told_in_their_turns(one_rank: None) -> None:
     assert notes == [f"{name} {when}" for when in ("before", "after") for name in names]
 
 
-def test_one_subscriber_of_a_class_until_it_leaves(one_rank: None) -> None:
-    """A second one takes the first one's place."""
+def test_a_second_subscriber_of_a_class_replaces_the_first_until_it_leaves(one_rank: None) -> None:
     ddp, notes = _ddp(), list[str]()
     subscribe(ddp, _Noting("first", notes))
     subscribe(ddp, _Noting("second", notes))
@@ -99,7 +96,7 @@ def test_one_subscriber_of_a_class_until_it_leaves(one_rank: None) -> None:
 
 
 def test_who_subscribes_in_a_forward_is_told_of_its_end(one_rank: None) -> None:
-    """As the tuner, which a compile in the forward makes; and of our backend around it."""
+    """A compile in the forward makes the tuner; it is told of our backend around the forward."""
     notes: list[str] = []
 
     class Late(nn.Linear):
@@ -130,7 +127,7 @@ def test_a_step_lasts_from_a_forward_that_communicates_to_the_next(one_rank: Non
 
 
 def test_the_ddp_module_around_a_module_is_found_once_it_has_run(one_rank: None) -> None:
-    """The newest of several."""
+    """Of several it is the newest."""
     module = nn.Linear(4, 4)
     for _ in range(2):
         ddp = DistributedDataParallel(module)
@@ -140,8 +137,7 @@ def test_the_ddp_module_around_a_module_is_found_once_it_has_run(one_rank: None)
         assert forwards.find_ddp(module) is ddp
 
 
-def test_what_is_noted_of_a_module_keeps_it_from_nothing(one_rank: None) -> None:
-    """It is freed with its subscribers."""
+def test_a_module_with_subscribers_is_freed(one_rank: None) -> None:
     ddp = _ddp()
     subscribe(ddp, _Noting("", []))
     _run(ddp)
@@ -166,7 +162,7 @@ dist.destroy_process_group()
 
 
 def test_forwards_are_watched_where_the_backend_is_not_loaded() -> None:
-    """As by `metrics` and `record` of a module that runs eagerly."""
+    """`metrics` and `record` do so for a module that runs eagerly."""
     code = [sys.executable, "-c", _WITHOUT_BACKEND]
     done = subprocess.run(code, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
