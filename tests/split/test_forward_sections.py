@@ -21,6 +21,7 @@ from ddpopt.split.facts import ForwardFacts, parameters_of, read_forward
 from ddpopt.split.forward import copy_for_cutting
 from ddpopt.split.nodes import call_nodes
 from ddpopt.split.sections import choose_forward_sections
+from tests.support.graphs import Capture, forward_of
 
 
 def _parameters(count: int) -> list[Parameter]:
@@ -56,26 +57,13 @@ def _sections(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> tuple[Section
     return cut.with_buckets(buckets).sections
 
 
-def _arrive(parameters: Any, first_use: dict[int, int], **around: Any) -> tuple[Parameter, ...]:
-    """Backward passes a parameter's first use last."""
-    return order_arrival(parameters, {i: -use for i, use in first_use.items()}, **around)
+def _arrive(parameters: Any, first_use: dict[int, int]) -> tuple[Parameter, ...]:
+    """Order parameters as their gradients arrive: backward passes a parameter's first use last."""
+    return order_arrival(parameters, {i: -use for i, use in first_use.items()})
 
 
 def _starts(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> list[int]:
     return [section.start for section in _sections(facts, buckets)]
-
-
-def test_gradients_arrive_in_reverse_order_of_first_use() -> None:
-    """A parameter used at 0 and again later arrives last; ties go to the last registered."""
-    arrival = _arrive(_parameters(4), {0: 0, 1: 3, 2: 3, 3: 7})
-    assert [p.index for p in arrival] == [3, 2, 1, 0]
-
-
-def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
-    """Not seen yet, of later graphs, its own, of earlier graphs; each in the order given."""
-    p = _parameters(8)
-    arrival = _arrive(p, {1: 0, 2: 5}, later=(p[4], p[5]), earlier=(p[0], p[3]))
-    assert [p.index for p in arrival] == [7, 6, 4, 5, 2, 1, 0, 3]
 
 
 def test_cuts_stand_in_front_of_the_use_that_completes_a_bucket() -> None:
@@ -98,7 +86,7 @@ def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
 
 
 def test_an_illegal_cut_moves_towards_the_start() -> None:
-    """So that the bucket is still complete; two cuts may become one."""
+    """So the bucket is complete at it still; two cuts may become one."""
     uses = {0: 0, 1: 3, 2: 6}
     buckets = _buckets(_arrive(_parameters(3), uses), 10)
     assert _starts(_facts(uses), buckets) == [0, 3, 6]
@@ -109,7 +97,7 @@ def test_an_illegal_cut_moves_towards_the_start() -> None:
 
 
 def test_a_section_that_hands_nothing_on_is_merged() -> None:
-    """split_module would lose it."""
+    """`split_module` would lose it."""
     uses = {0: 0, 1: 3, 2: 6}
     facts = _facts(uses)
     last_effect = [*facts.last_effect]
@@ -134,14 +122,14 @@ def test_a_bucket_that_spans_graphs_is_not_cut_short() -> None:
 
 
 def test_a_graph_without_parameters_stays_whole() -> None:
-    """All belong to other graphs."""
+    """All parameters belong to other graphs here."""
     arrival = _arrive(_parameters(3), {})
     assert _reason(_facts({}), _buckets(arrival, 10)) is Reason.NO_PARAMETERS
 
 
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=30), st.integers(1, 100))
 def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], cap: int) -> None:
-    """Whatever the uses and caps; and an equal input gives equal sections."""
+    """This holds for any uses and caps; and an equal input gives equal sections."""
     facts = _facts(dict(enumerate(uses)), num_calls=50)
     buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
     if len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1:
@@ -158,15 +146,7 @@ def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], 
             assert all(uses[p.index] >= section.start for p in buckets[k].parameters)
 
 
-class Capture:
-    """A backend that keeps what Dynamo gave and runs it as it is."""
-
-    def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        self.gm, self.example_inputs = gm, list(example_inputs)
-        return gm.forward
-
-
-def facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -> ForwardFacts:
+def _facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -> ForwardFacts:
     """Trace a module with Dynamo and read its facts, its parameters numbered as registered."""
     capture = Capture()
     torch.compile(module, backend=capture, fullgraph=True, **compile_options)(*inputs)
@@ -178,20 +158,6 @@ def facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -
     copied = copy_for_cutting(capture.gm)
     owners = parameters_of(copied, capture.example_inputs, reduced)
     return read_forward(copied, owners)
-
-
-def forward_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> nn.Module:
-    """Make a module with one parameter a shape whose forward is `function(parameters, x)`."""
-
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.p = nn.ParameterList(torch.randn(shape) for shape in shapes)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return function(self.p, x)
-
-    return Module()
 
 
 @pytest.fixture(autouse=True)
@@ -219,8 +185,8 @@ X = torch.randn(4, 4)
 def test_the_first_differentiable_use_is_found_wherever_it_is(
     function: Callable[..., Any], uses: dict[int, int]
 ) -> None:
-    """By kwargs, in lists, in the operands of a higher-order op; not behind detach."""
-    assert facts_of(forward_of(function, (4, 4), (4, 4)), X).first_use == uses
+    """It is seen in kwargs, in lists, in the operands of a higher-order op; and not behind detach."""
+    assert _facts_of(forward_of(function, (4, 4), (4, 4)), X).first_use == uses
 
 
 def test_parameters_of_called_modules_and_attributes_are_found() -> None:
@@ -249,12 +215,12 @@ def test_parameters_of_called_modules_and_attributes_are_found() -> None:
 
 
 def _legal(module: nn.Module) -> tuple[list[str], list[int]]:
-    facts = facts_of(module, X)
+    facts = _facts_of(module, X)
     return list(facts.call_names), [p for p, legal in enumerate(facts.legal_bounds) if legal]
 
 
 def test_no_cut_inside_a_no_grad_region() -> None:
-    """It moves to one side."""
+    """The cut moves to one side of it."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         y = x @ p[0]
@@ -269,7 +235,7 @@ def test_no_cut_inside_a_no_grad_region() -> None:
 
 
 def test_autocast_regions_can_be_cut() -> None:
-    """split_module closes and reopens them."""
+    """`split_module` closes and reopens them."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -304,8 +270,8 @@ def _write_later(x: torch.Tensor, out: torch.Tensor) -> None:
 
 @torch.library.custom_op("ddpopt_test::write_list", mutates_args=("out",))
 def _write_list(x: torch.Tensor, out: list[torch.Tensor]) -> None:
-    for each in out:
-        each.copy_(x)
+    for tensor in out:
+        tensor.copy_(x)
 
 
 for _operator in (_write_later, _write_list):
@@ -364,7 +330,7 @@ def _add_one(y: torch.Tensor) -> torch.Tensor:
 def test_no_cut_where_two_views_are_passed_and_one_is_written_to(
     in_place: Callable[..., Any],
 ) -> None:
-    """Whatever form the write takes: the sharing would be lost."""
+    """The sharing would be lost, in whatever form the write is."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         y = x @ p[0]
@@ -384,5 +350,5 @@ def test_symbolic_sizes_can_cross() -> None:
         y = (x @ p[0]).reshape(x.shape[0] * 2, 2)
         return y.reshape(x.shape[0], 4) @ p[0]
 
-    facts = facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
+    facts = _facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
     assert all(facts.legal_bounds[1:-1])

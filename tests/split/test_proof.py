@@ -25,7 +25,7 @@ from ddpopt.split.facts import read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
-from tests.split.test_backward_sections import buckets_of, cut_of
+from tests.support.graphs import buckets_of, cut_from_sections
 from tests.support.models import MLP, WIDTH
 
 _aten = torch.ops.aten
@@ -61,7 +61,7 @@ class Backward(NamedTuple):
 Call = tuple[Callable[..., Any], tuple[int, ...]]
 
 
-def _cut(
+def _cut_backward(
     calls: Sequence[Call],
     gradients: Sequence[int],
     buckets: Sequence[Sequence[int]],
@@ -95,7 +95,7 @@ def _cut(
         )
     except NotCutError:
         return None
-    cut = cut_of(cuts, arrival=tuple(parameters.values()))
+    cut = cut_from_sections(cuts, arrival=tuple(parameters.values()))
     return Backward(gm, cut, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
 
 
@@ -110,7 +110,7 @@ def _example() -> Backward:
         (_TELL, (6,)),
         (_aten.add.Tensor, (8, 4)),
     ]
-    backward = _cut(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
+    backward = _cut_backward(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
     assert backward is not None
     assert len(backward.sections) == 3
     return backward
@@ -232,7 +232,7 @@ def _noting(**forgotten: Any) -> Backward:
         (_aten.mm.default, (5, 2)),  # gradient 2
         (_aten.copy_.default, (0, 3)),
     ]
-    backward = _cut(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
+    backward = _cut_backward(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
     assert backward is not None
     return backward
 
@@ -286,7 +286,7 @@ def _backwards(draw: st.DrawFn) -> Backward:
         memory.append(memory[sources[0]] if is_view else len(memory))
     # A gradient that is a parameter itself would not be proven; no derivative is one.
     assume(not any(f"saved_{memory[value]}" in saved for value in gradients))
-    backward = _cut(calls, gradients, buckets, num_inputs, saved)
+    backward = _cut_backward(calls, gradients, buckets, num_inputs, saved)
     assume(backward is not None)
     assert backward is not None
     return backward
