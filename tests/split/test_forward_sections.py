@@ -1,4 +1,4 @@
-"""Where the planner cuts: on facts written by hand, and on what is read off real graphs."""
+"""Cuts of a forward (`split/sections.py`): on facts by hand, and on those of traced graphs."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ X = torch.randn(4, 4)
 def test_the_first_differentiable_use_is_found_wherever_it_is(
     function: Callable[..., Any], uses: dict[int, int]
 ) -> None:
-    """It is seen in kwargs, in lists, in the operands of a higher-order op; and not behind detach."""
+    """It is seen in kwargs, in lists, in operands of a higher-order op; and not behind detach."""
     assert _facts_of(forward_of(function, (4, 4), (4, 4)), X).first_use == uses
 
 

@@ -284,7 +284,7 @@ def test_differentiating_any_sections_gradient_is_refused(
 
 @each_model
 def test_hooks_may_write_to_gradients(one_rank: None, model: Callable[[], nn.Module]) -> None:
-    """They write before accumulation and after; eager DDP, whose gradients may share memory, copies."""
+    """They do before and after accumulation; eager DDP's, which may share memory, have to copy."""
 
     def double(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 2

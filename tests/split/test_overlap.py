@@ -27,8 +27,8 @@ OPTIONS: list[dict[str, Any]] = [
 def _record_events(rank: int, inner: str, ddp_options: dict[str, Any]) -> tuple[list[str], Any]:
     """Train; return the events of the last backward, and the cut.
 
-    `launch k` is the start of bucket k's allreduce, `section s` and `end s` are those of the backward
-    of section s.
+    `launch k` is the start of bucket k's allreduce; `section s` and `end s` enclose the backward of
+    section s.
     """
     events: list[str] = []
     compile_section = torch._dynamo.lookup_backend(inner)

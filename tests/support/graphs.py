@@ -14,7 +14,7 @@ from ddpopt.split.sections import BackwardSections
 
 
 class Capture:
-    """A backend that keeps the graph and inputs that Dynamo gave it, and runs the graph as it is."""
+    """A backend that keeps the graph and inputs that Dynamo gave it, and runs that graph."""
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.gm, self.example_inputs = gm, list(example_inputs)
