@@ -74,7 +74,7 @@ def test_verify_and_disagreement_have_variables() -> None:
 
 
 def test_what_the_environment_says_wrongly_is_named_by_its_variable() -> None:
-    """A wrong value is an error; an unknown variable is a warning, with the nearest that is known."""
+    """A wrong value is an error; an unknown variable is a warning, with the nearest known one."""
     wrong = _print_flag("buckets", DDPOPT_BUCKETS="best")
     assert "the environment variable DDPOPT_BUCKETS is 'best'; valid values are" in wrong.stderr
     unknown = _print_flag("buckets", DDPOPT_BUCKET="auto")

@@ -82,7 +82,7 @@ def _run(prelude: str = "", options: dict[str, str] | None = None, **environment
     ],
 )
 def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> None:
-    """They have the number of buckets, the cap, each bucket's bytes and parameters, sections' nodes."""
+    """They have the cap, the bytes and parameters of each bucket, and the nodes of each section."""
     text = _run(TORCH_LOGS=name)
     assert text.count(BOUNDARIES) == 1
     for part in (

@@ -1,4 +1,4 @@
-"""Cut backwards (`split/compiler.py`) in AOTAutograd's cache: a hit is right, as its key has all that matters."""
+"""`split/compiler.py` with AOTAutograd's cache: hits are right, the key has all that matters."""
 
 from __future__ import annotations
 
