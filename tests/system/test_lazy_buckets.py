@@ -1,7 +1,7 @@
 """DDP's `lazy_bucket_allocation`, since torch 2.15: buckets' memory is given back after a backward.
 
-All that ddpopt does with buckets has the same result with these, to the bit. Tuning has rows of its own
-in tests/planning/test_tuner.py.
+All that ddpopt does with buckets has the same result with these, to the bit. Tuning is tested with
+them in tests/planning/test_tuner.py.
 """
 
 from __future__ import annotations
