@@ -51,7 +51,7 @@ class RecordingBackend:
 
     @property
     def num_linear(self) -> int:
-        """How many graphs have a linear layer in them."""
+        """The number of graphs that have a linear layer in them."""
         return sum("linear" in graph.print_readable(print_output=False) for graph in self.graphs)
 
 
@@ -826,7 +826,7 @@ def test_a_ddp_module_is_refused(one_rank: None) -> None:
     ],
 )
 def test_bad_batches_are_refused(args: tuple[Any, ...], dim: int, text: str) -> None:
-    """By torch's DataParallel, rows are silently left out."""
+    """Torch's DataParallel leaves rows out silently."""
     with pytest.raises(ValueError, match=text):
         _parallel(lambda m, *args: args[0], dim=dim)(*args)
 

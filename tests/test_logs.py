@@ -108,7 +108,7 @@ def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
 
 
 def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
-    """Neither a plan nor a graph is turned into text."""
+    """No plan and no graph is turned into text."""
     assert "ddpopt" not in _run(REFUSE_TO_FORMAT + QUIET_S.format(1e9))
 
 

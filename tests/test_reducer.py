@@ -76,7 +76,7 @@ def test_buckets_equal_those_of_the_reducers_own_function(
     ids=str,
 )
 def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, options: dict) -> None:
-    """What is read off DDP gives the buckets that DDP reports after its rebuild."""
+    """They give the buckets that DDP reports after its rebuild, with the same members and order."""
     ddp = DistributedDataParallel(MLP(depth=20), **options)
     train(ddp, batches(0, [(2, 64)] * 3))
     parameters = list(_torch.reducer_parameters(ddp).values())

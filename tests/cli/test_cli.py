@@ -485,7 +485,7 @@ def test_doctor_finds_that_nothing_trains_without_a_compiler(
 
 
 def test_names_of_ddp_are_looked_for_where_there_is_one(one_rank: None) -> None:
-    """Those of its Reducer are, too; names of modules always."""
+    """So are names of its Reducer; names of modules always are."""
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     without, with_ddp = (
         {str(row): is_found for row, is_found in doctor.find_names(d).items()} for d in (None, ddp)

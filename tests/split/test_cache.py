@@ -165,7 +165,7 @@ def test_a_damaged_or_foreign_entry_is_a_miss(
 
 
 def test_a_graph_that_is_shown_is_cut_anew(cached_step: Step, tmp_path: Path) -> None:
-    """What comes from a cache has no graphs to dump."""
+    """Code from a cache has no graphs to dump."""
     with ddpopt.config.patch(dump_dir=str(tmp_path)):
         shown = _step()
     assert not shown.is_hit

@@ -310,7 +310,7 @@ def test_hooks_may_write_to_gradients(one_rank: None, model: Callable[[], nn.Mod
 def test_no_section_reads_or_writes_a_gradient_that_was_handed_out(
     one_rank: None, model: Callable[[], nn.Module]
 ) -> None:
-    """What a hook writes to one section's gradients stays, and the other sections' are as ever."""
+    """A hook's writes to one section's gradients stay, and the other sections' are as ever."""
     eager, ddp, compiled = _settled_pair(model())
     sections = _by_section(ddp)
     with ddp.no_sync(), eager.no_sync():

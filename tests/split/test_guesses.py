@@ -97,7 +97,7 @@ class _ReturnsJagged(Layers):
 
 
 class _ReturnsJaggedBesideEffect(_ReturnsJagged):
-    """Which torch can compile only once: the second time its sizes have other symbols."""
+    """A model that torch can compile only once: its sizes have other symbols the second time."""
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return _Solved.apply(x)

@@ -220,7 +220,7 @@ class _Mask(nn.Module):
 def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
     one_rank: None, caplog: pytest.LogCaptureFixture, is_evaluated_first: bool
 ) -> None:
-    """What is compiled uses no parameter, of which nobody claims that it is frozen or planned."""
+    """The compiled part uses no parameter, and none is said to be frozen or planned."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Mask(), nn.Linear(WIDTH, WIDTH))
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
     compiled = _compile(ddp)
@@ -255,7 +255,7 @@ def test_of_a_sequential_with_blocks_the_warning_names_what_is_around_them(
 def test_parts_that_somebody_chose_to_compile_are_not_warned_about(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor are frozen parameters around them."""
+    """Frozen parameters around compiled parts are not warned about, either."""
     chosen = nn.Sequential(nn.Linear(WIDTH, WIDTH), _compile(MLP(2)))
     train(DistributedDataParallel(chosen), batches(0, [(2, WIDTH)] * 2))
     frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), MLP(2))
@@ -451,7 +451,7 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
 
 
 def test_nothing_is_compiled_anew_in_later_steps(one_rank: None) -> None:
-    """Not even frames of ours, under ddpopt or under another backend."""
+    """Frames of ddpopt's code are not either, under ddpopt or under another backend."""
     for backend in ("ddpopt", "eager"):
         ddp = DistributedDataParallel(MLP())
         compiled = torch.compile(ddp, backend=backend)
@@ -580,7 +580,7 @@ def test_one_eager_step_before_is_named_as_the_cause(
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None, split: str) -> None:
-    """Even when DDP formed other buckets than planned: they are final, and known by then."""
+    """It is even when DDP formed other buckets than planned: they are final, and known by then."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp, split)
     x = compiled(torch.randn(2, WIDTH)).detach()

@@ -294,7 +294,7 @@ def _plan(rank: int) -> None:
 
 
 def _tune(rank: int) -> None:
-    """Until buckets are changed, as they are where the network is slow."""
+    """Train until buckets are changed, as they are where the network is slow."""
     ddp, compiled = _compile(buckets="auto")
     readings = itertools.count()
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
@@ -306,7 +306,7 @@ def _tune(rank: int) -> None:
 
 
 def _verify_apart(rank: int) -> None:
-    """As where Inductor draws other random numbers than eager."""
+    """Verify as where Inductor draws other random numbers than eager."""
     with mock.patch.object(verify, "_draws_otherwise", return_value=True):
         _verify(rank)
 
@@ -362,7 +362,7 @@ def _fail_to_compile(rank: int) -> None:
 
 
 def _restride(rank: int) -> None:
-    """As where Inductor chose other strides than were traced."""
+    """Give a graph other strides than were traced, as where Inductor chose them."""
     mode = _torch.fake_mode_of(())
     graph = fx.Graph()
     placeholder = graph.placeholder("x")

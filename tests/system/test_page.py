@@ -67,7 +67,7 @@ NODES = (
 
 
 class Times(NamedTuple):
-    """Of one bucket, in seconds."""
+    """The times of one bucket, in seconds."""
 
     ready_s: float
     launched_s: float

@@ -89,7 +89,7 @@ _PERIOD, _LEG = 60, 100
 
 
 class _Leak:
-    """What a test plants: a tensor and a descriptor at each forward."""
+    """A hook that leaks a tensor and a descriptor at each forward."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
