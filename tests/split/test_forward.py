@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import Reason
-from ddpopt.split import section_compiler
 from ddpopt.split.cut import Section
 from ddpopt.split.facts import read_forward
 from ddpopt.split.forward import copy_for_cutting, make_stitched_graph
 from ddpopt.split.nodes import call_nodes
 from tests.support.graphs import Capture, forward_of
-from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 
@@ -359,35 +357,3 @@ def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: N
             for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
                 torch.testing.assert_close(actual.grad, expected.grad)
     assert counters["inductor"]["fxgraph_cache_hit"] > 0
-
-
-@pytest.mark.parametrize("split", ["forward", "backward"])
-def test_a_long_compile_tells_which_section_it_is_at(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
-) -> None:
-    """One that is short tells nothing."""
-    options = {"inner": "aot_eager", "split": split}
-    for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
-        monkeypatch.setattr(section_compiler, "_QUIET_S", quiet_s)
-        torch._dynamo.reset()
-        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-        compiled = torch.compile(ddp, backend="ddpopt", options=options)
-        with logged("progress") as lines:
-            compiled(torch.randn(2, 64)).sum().backward()
-        assert [line.partition(": ")[2].partition(",")[0] for line in lines] == [
-            f"compiling section {k} of 3" for k in expected
-        ]
-
-
-def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A hundred sections of half a second each: from the third second on, every sixth."""
-    told: list[int] = []
-    monkeypatch.setattr(section_compiler._logs, "progress", lambda *args: told.append(args[2]))
-    seconds = iter(range(1000))
-    monkeypatch.setattr(section_compiler.time, "monotonic", lambda: next(seconds) / 2)
-    compiler = section_compiler.SectionCompiler("0/0", 100, _began_s=0.0)
-    for index in range(100):
-        compiler.compile(index, "", lambda: None)
-    assert told == list(range(7, 101, 6))
