@@ -91,9 +91,9 @@ def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, option
 def test_a_parameter_is_misplaced_where_it_is_reduced_with_others_or_out_of_turn(
     planned_order: list[int], actual_order: list[int], data: st.DataObject
 ) -> None:
-    """One is named if, and only if, the planned and the actual buckets group or order otherwise.
+    """One is named if, and only if, the buckets group or order the graph's parameters differently.
 
-    What counts are the parameters of the graph, a part of all.
+    The graph has a part of all parameters; how the others are grouped makes no difference.
     """
     parameters = [Parameter(index=i, name=f"p{i}", num_bytes=4, group="f32") for i in range(8)]
     of_graph = [p for p in parameters if data.draw(st.booleans())]

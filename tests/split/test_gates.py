@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.split import compiler, gates, state
+from tests.support.cuts import only_cut
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks
@@ -96,7 +97,7 @@ def _named_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _by_section(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
     """Return the parameters of a module's only graph by the section that releases them."""
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     return [[ddp.module.get_parameter(n) for n in s.parameters] for s in cut.sections]
 
 

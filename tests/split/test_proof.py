@@ -15,7 +15,6 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split import compiler
 from ddpopt.split.arrival import final_positions
@@ -25,6 +24,7 @@ from ddpopt.split.facts import read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
+from tests.support.cuts import only_cut
 from tests.support.graphs import buckets_of, cut_from_sections
 from tests.support.models import MLP, WIDTH
 
@@ -467,7 +467,7 @@ def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     options = {"split": split, "inner": "aot_eager"}
     torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert cut.fallback is Reason.NOT_PROVEN
     (record,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]
     assert record.levelname == "WARNING"

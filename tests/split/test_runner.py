@@ -241,7 +241,7 @@ def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
 def test_of_a_sequential_with_blocks_the_warning_names_what_is_around_them(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """_LoopedBlocks of one class share a graph; of blocks alone there is nothing to say."""
+    """Blocks of one class share a graph; of blocks alone there is nothing to say."""
     parts = [nn.Linear(WIDTH, WIDTH), MLP(2), MLP(2), nn.Sequential(nn.LayerNorm(WIDTH))]
     ddp = DistributedDataParallel(nn.Sequential(*parts), bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))

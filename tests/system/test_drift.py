@@ -537,7 +537,7 @@ UNASKED: dict[PrivateName, str] = {
 
 
 def test_every_name_is_tested_above_or_has_a_reason_not_to_be(fresh_ranks: Ranks) -> None:
-    """One of the trainings or calls reads or writes it; so is each row that comes."""
+    """A training or a call above reads or writes each; so it has to be with a new row, too."""
     asked = {Use(names.ARTIFACT_LOGGER)}  # when the package is imported
     for options in (FORWARD, BACKWARD, INDUCTOR):
         asked |= _train_as_it_is(fresh_ranks, options).asked
