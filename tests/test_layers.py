@@ -61,9 +61,9 @@ def test_modules_import_only_the_layers_below_them() -> None:
     """They import modules of their own room, too."""
     for layer, path in _files():
         below = set(LAYERS[: LAYERS.index(layer) + 1])
-        ours = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
-        ours &= set(LAYERS)  # the others are names that the package shows
-        assert ours <= below, f"{path} imports {sorted(ours - below)}"
+        imported = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
+        imported &= set(LAYERS)  # the others are names that the package shows
+        assert imported <= below, f"{path} imports {sorted(imported - below)}"
 
 
 def test_packages_of_callbacks_are_imported_by_those_who_use_them() -> None:
