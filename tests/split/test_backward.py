@@ -276,7 +276,7 @@ def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
 @pytest.mark.slow
 @needs_our_code_in_caches
 def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
-    """The cold one is filled by the same model without this split before; the other is warm."""
+    """A cache that the same model filled without this split is cold, and then it is warm."""
     digest, cut, hits, misses = _in_new_process(tmp_path, before=_UNSPLIT_FIRST)
     assert hits == 0
     assert misses > 0
