@@ -57,7 +57,7 @@ def _run(gm: torch.nn.Module, inputs: list[Any]) -> list[torch.Tensor]:
     return [*outputs, *(g for g in grads if g is not None)]
 
 
-def _write_to_all(values: list[torch.Tensor]) -> torch.Tensor:
+def _write_in_place(values: list[torch.Tensor]) -> torch.Tensor:
     """Write to the second value in place, and return the last one."""
     values[1].add_(values[-1])
     return values[-1]
@@ -78,7 +78,7 @@ OPERATIONS = (
     lambda p, values: torch.stack([values[-1], values[0]]).sum(0),
     lambda p, values: values[-1].t(),
     lambda p, values: values[-1].max(dim=1, keepdim=True)[0] * values[-1],
-    lambda p, values: _write_to_all(values),
+    lambda p, values: _write_in_place(values),
     lambda p, values: _write_through_a_view(values),
 )
 
