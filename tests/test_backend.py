@@ -1,4 +1,4 @@
-"""The door: who gets which graph, what stays whole, and what is refused."""
+"""The backend: who gets which graph, the graphs that stay whole, and modes that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ import ddpopt.backend
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
-from ddpopt.split.cut import Cut
+from tests.support.buckets import rebuilt_buckets
+from tests.support.cuts import only_cut
+from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 from tests.support.registration import uninstall
@@ -38,13 +40,8 @@ def _x() -> torch.Tensor:
     return torch.randn(2, WIDTH)
 
 
-def _only_cut(ddp: torch.nn.Module) -> Cut:
-    (cut,) = ddpopt.explain(ddp).cuts
-    return cut
-
-
 def test_the_backend_is_found_without_an_import() -> None:
-    """In a fresh process, by its entry point."""
+    """A fresh process finds it by its entry point."""
     script = (
         "import sys, torch; assert 'ddpopt' in torch.compiler.list_backends();"
         "f = torch.compile(lambda x: x + 1, backend='ddpopt', options={'inner': 'eager'});"
@@ -57,33 +54,30 @@ def test_the_backend_is_found_without_an_import() -> None:
 
 
 @pytest.mark.parametrize("cap_mb", [CAP, 25])
-def test_without_a_compiler_the_last_line_says_what_to_do(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, cap_mb: float
-) -> None:
-    """Of a graph that is cut, and of one that is not. Python 3.10 has no notes, and is warned."""
-    warned: list[str] = []
-    monkeypatch.setattr(ddpopt.backend._logs, "warning", lambda text, *_: warned.append(text))
+def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb: float) -> None:
+    """It does for a graph that is cut, and for one that is not.
+
+    Exceptions of Python 3.10 have no notes: it is a warning there.
+    """
 
     def fail(*_: object) -> Any:
         raise InductorError(InvalidCxxCompiler(), None)
 
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap_mb)
-    with pytest.raises(InductorError) as caught:
+    with logged("warning") as warnings, pytest.raises(InductorError) as caught:
         _compile(ddp, inner=fail)(_x())
-    *_, last = getattr(caught.value, "__notes__", warned)
+    *_, last = getattr(caught.value, "__notes__", warnings)
     assert last == f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
 
 
 def _train_without_ddp(_rank: int, kind: str) -> list[str]:
     """Return the warnings of two models that are trained without DDP, if `kind` does not wrap."""
-    warned: list[str] = []
     ddpopt.backend._warn_of_ranks.cache_clear()
-    keep = lambda text, *args: warned.append(text % args)  # noqa: E731
-    with mock.patch.object(ddpopt.backend._logs, "warning", keep):
+    with logged("warning") as warnings:
         for _ in range(2):
             torch._dynamo.reset()
             model: torch.nn.Module = MLP()
-            num_before = len(warned)
+            num_before = len(warnings)
             if kind == "fully_shard":
                 fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
             if kind == "DDP":
@@ -92,22 +86,22 @@ def _train_without_ddp(_rank: int, kind: str) -> list[str]:
                 run = torch.compile(model, backend="ddpopt", options={"inner": "eager"})
                 with torch.no_grad():
                     run(_x())
-                assert len(warned) == num_before
+                assert len(warnings) == num_before
                 run(_x()).sum().backward()
-    return warned
+    return warnings
 
 
 @pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
 def test_ranks_that_train_without_ddp_are_warned_once(ranks: Ranks, kind: str) -> None:
     """Nothing would tell them that their gradients stay apart; an evaluation has none."""
-    for warned in ranks.run(_train_without_ddp, kind):
-        assert len(warned) == (0 if kind == "DDP" else 1)
-        assert all("Wrap the model in DistributedDataParallel" in text for text in warned)
+    for warnings in ranks.run(_train_without_ddp, kind):
+        assert len(warnings) == (0 if kind == "DDP" else 1)
+        assert all("Wrap the model in DistributedDataParallel" in text for text in warnings)
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, inner: str) -> None:
-    """`torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
+    """They are `torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
     eager, outer = twins(MLP(), bucket_cap_mb=CAP)
     model = MLP()
     model.load_state_dict(eager.module.state_dict())
@@ -117,16 +111,15 @@ def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, in
     assert_equal_states(train(outer, inputs, _compile(outer, inner=inner)), expected)
     actual = {k.replace("_orig_mod.", ""): v for k, v in train(within, inputs).items()}
     assert_equal_states(actual, expected)
-    assert len(_only_cut(outer).sections) == len(_only_cut(within).sections) == 3
+    assert len(only_cut(outer).sections) == len(only_cut(within).sections) == 3
 
 
 def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
-    """By parameter index and launch order, for a cap that falls between a weight and its bias."""
+    """Parameters and launch order are, for a cap that falls between a weight and its bias."""
     ddp = DistributedDataParallel(MLP(depth=7), bucket_cap_mb=0.0157)
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-    reported = ddp._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
-    real = [[int(i) for i in bucket.split()] for bucket in reported.split(",")]
-    assert [[p.index for p in b.parameters] for b in _only_cut(ddp).buckets] == real
+    planned = [[p.index for p in bucket.parameters] for bucket in only_cut(ddp).buckets]
+    assert planned == rebuilt_buckets(ddp)
 
 
 @pytest.mark.parametrize(
@@ -147,22 +140,23 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
     options: dict[str, Any],
     reason: Reason,
 ) -> None:
-    """In one call, and without a warning."""
-    calls: list[int] = []
+    """It goes in one call, and without a warning."""
+    num_inputs_of_calls: list[int] = []
 
     def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        calls.append(len(example_inputs))
+        num_inputs_of_calls.append(len(example_inputs))
         return gm.forward
 
     ddp = make()
     train(ddp, batches(0, [(2, WIDTH)] * 2), _compile(ddp, inner=inner, **options))
-    assert calls == [13]
-    assert _only_cut(ddp).fallback is reason
+    num_parameters = len(list(ddp.parameters()))
+    assert num_inputs_of_calls == [num_parameters + 1]
+    assert only_cut(ddp).fallback is reason
     assert not [r for r in caplog.records if r.levelname == "WARNING" and "ddpopt" in r.name]
 
 
 def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
-    """Under no_grad; the training graph beside it is split."""
+    """Such is the graph under no_grad; the training graph beside it is split."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp)
     with torch.no_grad():
@@ -182,7 +176,7 @@ def test_frozen_parameters_leave_nothing_to_split(one_rank: None) -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     model.layers[0].weight.requires_grad_(False)
     _compile(ddp)(_x())
-    assert _only_cut(ddp).fallback is Reason.NO_PARAMETERS
+    assert only_cut(ddp).fallback is Reason.NO_PARAMETERS
 
 
 def test_without_ddp_the_graph_goes_whole() -> None:
@@ -193,12 +187,12 @@ def test_without_ddp_the_graph_goes_whole() -> None:
 
 
 def test_optimize_ddp_false_switches_splitting_off_as_in_tree(one_rank: None) -> None:
-    """And is left as it is."""
+    """The flag is left as it is."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     with torch._dynamo.config.patch(optimize_ddp=False):
         _compile(ddp)(_x())
         assert torch._dynamo.config.optimize_ddp is False
-    assert _only_cut(ddp).fallback is Reason.DYNAMO_DISABLED
+    assert only_cut(ddp).fallback is Reason.DYNAMO_DISABLED
 
 
 @pytest.mark.parametrize(
@@ -211,7 +205,7 @@ def test_optimize_ddp_false_switches_splitting_off_as_in_tree(one_rank: None) ->
 def test_modes_that_bypass_the_reducer_are_refused(
     one_rank: None, flags: dict[str, Any], remedy: str
 ) -> None:
-    """With what to set."""
+    """The error says which flag to set."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     with (
         torch._dynamo.config.patch(**flags),
@@ -221,7 +215,7 @@ def test_modes_that_bypass_the_reducer_are_refused(
 
 
 def _train_by(rank: int, backend: str, way: str) -> str:
-    """Train in one of the ways with trace_autograd_ops on; say what became of gradients."""
+    """Train in one of the ways with trace_autograd_ops on; return a word for the gradients."""
     options = {"backend": backend, **({"options": OPTIONS} if backend == "ddpopt" else {})}
     eager, ddp = twins(MLP(), **({"bucket_cap_mb": CAP} if backend == "ddpopt" else {}))
     if way == "compiled in DDP in a step":
@@ -241,7 +235,7 @@ def _train_by(rank: int, backend: str, way: str) -> str:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             return str(error)
     pairs = [(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True)]
-    if all(ours is None for ours, _ in pairs):
+    if all(gradient is None for gradient, _ in pairs):
         return "no gradient"
     return "averaged" if all(torch.allclose(*pair) for pair in pairs) else "other gradients"
 
@@ -259,13 +253,13 @@ def _train_by(rank: int, backend: str, way: str) -> str:
 def test_a_backward_that_would_be_traced_is_refused(
     ranks: Ranks, backend: str, way: str, outcome: str
 ) -> None:
-    """Where a compiled function calls DDP; Dynamo drops it without a word with other backends."""
-    for said in ranks.run(_train_by, backend, way):
-        assert outcome in said
+    """It would be where a compiled function calls DDP; other backends drop it without a word."""
+    for text in ranks.run(_train_by, backend, way):
+        assert outcome in text
 
 
 def test_gradients_that_a_forward_computes_are_no_reason_to_refuse(one_rank: None) -> None:
-    """As forces in models of energies, for which trace_autograd_ops is meant."""
+    """Forces in models of energies are such; trace_autograd_ops is meant for them."""
 
     class Forces(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -275,8 +269,8 @@ def test_gradients_that_a_forward_computes_are_no_reason_to_refuse(one_rank: Non
     eager, ddp = twins(Forces(), bucket_cap_mb=CAP)
     inputs = [x.requires_grad_() for x in batches(0, [(2, WIDTH)] * 3)]
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        ours = train(ddp, inputs, _compile(ddp))
-    assert_equal_states(ours, train(eager, inputs))
+        trained = train(ddp, inputs, _compile(ddp))
+    assert_equal_states(trained, train(eager, inputs))
 
 
 def _in_tree_sections(model: MLP) -> int:
@@ -293,7 +287,7 @@ def _in_tree_sections(model: MLP) -> int:
 
 
 def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
-    """Before and after ours was used in the same process; and no torch flag changes."""
+    """They do before and after ddpopt was used in the process; and no torch flag changes."""
     flags = torch._dynamo.config.get_config_copy()
     uninstall()
     untouched = _in_tree_sections(MLP(width=512))
@@ -308,27 +302,26 @@ def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
     assert torch._dynamo.config.get_config_copy() == flags
 
 
-def test_the_replaced_class_is_transparent() -> None:
+def test_the_class_in_place_of_torchs_optimizer_is_transparent() -> None:
     """Others can construct, subclass and read it."""
     replaced = in_tree.DDPOptimizer
     assert replaced.__module__ == in_tree.__name__
     assert "DDP" in replaced.__doc__
 
-    class Mine(replaced):
+    class Derived(replaced):
         pass
 
-    for cls in (replaced, Mine):
+    for cls in (replaced, Derived):
         made = cls(bucket_bytes_cap=2**21, backend_compile_fn=lambda gm, _: gm.forward)
         assert type(made) is cls
         assert made.bucket_bytes_cap == 2**21
 
 
-def test_a_partial_of_the_backend_is_ours_too(one_rank: None) -> None:
-    """It gets the whole graph."""
+def test_a_partial_of_the_backend_gets_the_whole_graph(one_rank: None) -> None:
     bound = functools.partial(ddpopt.backend.backend, options=OPTIONS)
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     torch.compile(ddp, backend=bound)(_x()).sum().backward()
-    assert len(_only_cut(ddp).sections) == 3
+    assert len(only_cut(ddp).sections) == 3
 
 
 def test_the_take_over_is_idempotent_and_removable() -> None:
@@ -353,13 +346,13 @@ def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str
     eager, ddp = twins(MLP(), **cap_options)
     inputs = batches(0, [(2, WIDTH)] * 3)
     assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
-    assert len(_only_cut(ddp).sections) > 1
+    assert len(only_cut(ddp).sections) > 1
 
 
 def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here a value and a view of it are made at the start, and written to at the end.
+    """In this one a value and a view of it are made at the start, and written to at the end.
 
     AOTAutograd makes no writes of those, so what can be cut of its graphs is cut without a warning.
     """
@@ -374,21 +367,21 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
             return x + made + view
 
     def warnings() -> list[str]:
-        own = [r for r in caplog.records if "ddpopt" in r.name]
-        return [r.getMessage() for r in own if r.levelname == "WARNING"]
+        records = [r for r in caplog.records if "ddpopt" in r.name]
+        return [r.getMessage() for r in records if r.levelname == "WARNING"]
 
     ddp = DistributedDataParallel(Uncuttable(), bucket_cap_mb=CAP)
     _compile(ddp)(_x()).sum().backward()
-    assert len(_only_cut(ddp).sections) == 3
+    assert len(only_cut(ddp).sections) == 3
     assert not warnings()
     torch._dynamo.reset()
     _compile(ddp, split="forward")(_x()).sum().backward()
-    assert _only_cut(ddp).fallback is Reason.NO_LEGAL_CUT
+    assert only_cut(ddp).fallback is Reason.NO_LEGAL_CUT
     assert len([text for text in warnings() if Reason.NO_LEGAL_CUT.value in text]) == 1
 
 
 @pytest.mark.parametrize(
-    ("moved", "options", "reason"),
+    ("failing", "options", "reason"),
     [
         ("make_section_graphs", {}, Reason.BACKWARD_FAILED),
         ("add_token", {}, Reason.BACKWARD_DRIFT),
@@ -401,7 +394,7 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     one_rank: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    moved: str,
+    failing: str,
     options: dict[str, str],
     reason: Reason,
 ) -> None:
@@ -411,13 +404,13 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     def broken(*_: Any, **__: Any) -> Any:
         raise error("u0")
 
-    monkeypatch.setattr(compiler, moved, broken)
+    monkeypatch.setattr(compiler, failing, broken)
     eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 2)
     assert_equal_states(train(ddp, inputs, _compile(ddp, **options)), train(eager, inputs))
-    (said,) = [r for r in caplog.records if reason.value in r.getMessage()]
-    assert said.levelname == "WARNING"
-    assert "u0" in said.getMessage()
+    (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert "u0" in record.getMessage()
 
 
 class _PreparedOnce(MLP):
@@ -440,7 +433,7 @@ class _PreparedOnce(MLP):
 def test_a_graph_that_takes_the_place_of_several_is_split(
     one_rank: None, computes_before: bool
 ) -> None:
-    """Those that only the first forward ran are no reason to leave it whole."""
+    """Graphs that only the first forward ran are no reason to leave it whole."""
     _, ddp = twins(_PreparedOnce(computes_before), bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
     *_, later = ddpopt.explain(ddp).cuts
@@ -449,7 +442,7 @@ def test_a_graph_that_takes_the_place_of_several_is_split(
 
 
 def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> None:
-    """As often as the unsplit compile: with the first value, and once for all others."""
+    """It does as often as unsplit: with the first value, and once for all others."""
 
     class Scaled(MLP):
         def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -480,18 +473,18 @@ def test_loading_the_backend_leaves_the_python_reducer_alone() -> None:
 
 
 def test_reset_forgets_the_plans(one_rank: None) -> None:
-    """As Dynamo forgets the code."""
+    """Dynamo forgets the code of graphs then."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp)
     compiled(_x())
     torch._dynamo.reset()
     assert not ddpopt.explain(ddp).cuts
     compiled(_x()).sum().backward()
-    assert len(_only_cut(ddp).sections) == 3
+    assert len(only_cut(ddp).sections) == 3
 
 
 def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) -> None:
-    """Once, and without an error of ours behind it: a graph of one bucket has nothing to cut."""
+    """It is raised once, with no error of ddpopt's behind it: one bucket leaves nothing to cut."""
     calls = []
 
     def failing(gm: Any, _inputs: Any) -> Any:

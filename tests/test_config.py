@@ -1,4 +1,4 @@
-"""Flags: assignment, patch and environment, and what is refused."""
+"""Flags: assignment, patch and environment, and the values that are refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from ddpopt import config
 
 
 def test_patch_sets_and_restores() -> None:
-    """As a context manager and as a decorator, also when the body raises."""
+    """It is a context manager and a decorator, and restores also when the body raises."""
 
     @config.patch(enabled=False)
     def decorated() -> bool:
         return config.enabled
 
+    assert config.enabled is True
     assert decorated() is False
+    assert config.enabled is True
+    with config.patch(enabled=False):
+        assert config.enabled is False
+    assert config.enabled is True
     with pytest.raises(KeyError), config.patch(enabled=False):
         raise KeyError
     assert config.enabled is True
@@ -37,7 +42,7 @@ def test_a_wrong_type_is_refused_and_nothing_is_set(value: object) -> None:
 
 @pytest.mark.parametrize("value", [None, 1, True])
 def test_dump_dir_is_a_str(value: object) -> None:
-    """Others are refused with the value; a folder need not exist yet."""
+    """Other types are refused with the value; a folder need not exist yet."""
     with pytest.raises(ddpopt.errors.OptionError, match=f"'dump_dir' is {value!r}"):
         config.dump_dir = value
     with config.patch(dump_dir="/nowhere"):
@@ -54,7 +59,7 @@ def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(("flag", "value"), [("verify", 1), ("disagreement", "ignore")])
-def test_flags_of_safety_are_checked(flag: str, value: object) -> None:
+def test_verify_and_disagreement_are_checked(flag: str, value: object) -> None:
     """The message names the flag and the value; nothing is set."""
     before = getattr(config, flag)
     with pytest.raises(ddpopt.errors.OptionError, match=f"'{flag}' is {value!r}"):
@@ -62,14 +67,14 @@ def test_flags_of_safety_are_checked(flag: str, value: object) -> None:
     assert getattr(config, flag) == before
 
 
-def test_flags_of_safety_have_variables() -> None:
+def test_verify_and_disagreement_have_variables() -> None:
     """DDPOPT_VERIFY and DDPOPT_DISAGREEMENT are read at import."""
     assert _print_flag("verify", DDPOPT_VERIFY="1").stdout.strip() == "True"
     assert _print_flag("disagreement", DDPOPT_DISAGREEMENT="error").stdout.strip() == "error"
 
 
 def test_what_the_environment_says_wrongly_is_named_by_its_variable() -> None:
-    """A value that is none is an error, a variable that nobody reads a warning with the nearest."""
+    """A wrong value is an error; an unknown variable is a warning, with the nearest known one."""
     wrong = _print_flag("buckets", DDPOPT_BUCKETS="best")
     assert "the environment variable DDPOPT_BUCKETS is 'best'; valid values are" in wrong.stderr
     unknown = _print_flag("buckets", DDPOPT_BUCKET="auto")

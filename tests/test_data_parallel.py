@@ -17,6 +17,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import data_parallel
 from ddpopt.data_parallel import DataParallel, _signature_of, _state_of
 from tests.support.models import MLP
 
@@ -31,8 +33,8 @@ CPUS = ["cpu", "cpu"]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # sums of chunks are rounded otherwise than sums of rows
 
 
-class Recorder:
-    """A backend that runs graphs as they are, and tells in which threads."""
+class RecordingBackend:
+    """A backend that runs graphs as they are, and records in which threads."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -49,7 +51,7 @@ class Recorder:
 
     @property
     def num_linear(self) -> int:
-        """How many graphs have a linear layer in them."""
+        """The number of graphs that have a linear layer in them."""
         return sum("linear" in graph.print_readable(print_output=False) for graph in self.graphs)
 
 
@@ -101,10 +103,11 @@ def _parallel(
 
 
 def _assert_equal_gradients(module: nn.Module, reference: nn.Module) -> None:
-    for (name, own), other in zip(module.named_parameters(), reference.parameters(), strict=True):
-        assert (own.grad is None) == (other.grad is None), name
-        if own.grad is not None:
-            torch.testing.assert_close(own.grad, other.grad, **TOLERANCE)
+    pairs = zip(module.named_parameters(), reference.parameters(), strict=True)
+    for (name, parameter), expected in pairs:
+        assert (parameter.grad is None) == (expected.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected.grad, **TOLERANCE)
 
 
 # ---- equal to one device ----------------------------------------------------------------------
@@ -123,7 +126,7 @@ def _assert_equal_gradients(module: nn.Module, reference: nn.Module) -> None:
 def test_gradients_equal_those_of_the_whole_batch(
     backend: str, num_devices: int, num_rows: int
 ) -> None:
-    """Summed over replicas, also the third time, when replicas run at the same time."""
+    """They are summed over replicas, also the third time, when replicas run at the same time."""
     module = MLP(depth=2)
     reference = copy.deepcopy(module)
     parallel = DataParallel(module, ["cpu"] * num_devices, backend=backend)
@@ -139,7 +142,7 @@ def test_gradients_equal_those_of_the_whole_batch(
 
 
 def test_training_equals_training_on_one_device() -> None:
-    """Ten steps of Adam, with batches of several sizes."""
+    """Ten steps of Adam, with batches of several sizes, end with equal parameters."""
     module = MLP(depth=3)
     reference = copy.deepcopy(module)
     losses = []
@@ -157,8 +160,8 @@ def test_training_equals_training_on_one_device() -> None:
             optimizer.step()
             losses.append(loss.item())
     assert losses[10:] == pytest.approx(losses[:10], rel=1e-5)
-    for own, other in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+    for parameter, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_gradients_flow_to_the_arguments() -> None:
@@ -170,9 +173,7 @@ def test_gradients_flow_to_the_arguments() -> None:
     torch.testing.assert_close(scale.grad, x.detach().sum())
 
 
-def test_unused_and_shared_parameters() -> None:
-    """What no replica uses keeps no gradient, as on one device; what is used twice has one sum."""
-
+def test_unused_parameters_keep_no_gradient_and_shared_ones_have_one_sum() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -202,7 +203,7 @@ def test_unused_and_shared_parameters() -> None:
     ],
 )
 def test_modules_of_torch_are_replicated(make: Callable[[], nn.Module]) -> None:
-    """Also those that keep lists of their weights, or make weights from others."""
+    """So are those that keep lists of their weights, or make weights from others."""
     module = make()
     reference = copy.deepcopy(module)
     parallel = DataParallel(module, CPUS, backend="aot_eager")
@@ -230,7 +231,7 @@ def test_a_buffer_may_be_a_parameter() -> None:
 
 
 def test_a_replica_lists_its_parameters() -> None:
-    """As models ask for their dtype; in torch's DataParallel replicas have none."""
+    """Models ask for their dtype so; in torch's DataParallel replicas have none."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x.to(next(module.parameters()).dtype) * sum(p.sum() for p in module.parameters())
@@ -244,7 +245,7 @@ def test_a_replica_lists_its_parameters() -> None:
 
 
 def test_batch_norm_keeps_the_statistics_of_the_first_chunk() -> None:
-    """As in a module by itself that sees only the first chunk; in eval nothing is written."""
+    """A module alone that sees only that chunk has the same; in eval nothing is written."""
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     reference = copy.deepcopy(module)
     parallel = DataParallel(module, CPUS, backend="aot_eager")
@@ -264,7 +265,7 @@ def test_batch_norm_keeps_the_statistics_of_the_first_chunk() -> None:
 
 
 def test_attributes_that_a_replica_sets_are_lost() -> None:
-    """As with torch's DataParallel."""
+    """They are with torch's DataParallel, too."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.seen = x
@@ -276,7 +277,7 @@ def test_attributes_that_a_replica_sets_are_lost() -> None:
 
 
 def test_state_dict_has_the_names_of_torchs_data_parallel() -> None:
-    """`module.` and the names of the module; it can be loaded back."""
+    """These are `module.` and the names of the module; it can be loaded back."""
     parallel = DataParallel(MLP(depth=1), CPUS)
     assert list(parallel.state_dict()) == ["module.layers.0.weight", "module.layers.0.bias"]
     assert list(nn.DataParallel(MLP(depth=1)).state_dict()) == list(parallel.state_dict())
@@ -285,8 +286,8 @@ def test_state_dict_has_the_names_of_torchs_data_parallel() -> None:
     assert torch.equal(other.module.layers[0].weight, parallel.module.layers[0].weight)
 
 
-def test_copies_and_files_of_it_work() -> None:
-    """What is compiled stays behind."""
+def test_copies_and_files_of_a_data_parallel_module_work() -> None:
+    """The compiled code stays behind."""
     parallel = DataParallel(MLP(depth=1), CPUS, backend="eager")
     x = torch.randn(4, 64)
     expected = parallel(x)
@@ -316,7 +317,7 @@ def test_nothing_outlives_the_model() -> None:
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_all_replicas_of_all_steps_share_one_graph(num_devices: int) -> None:
     """Training compiles once, `no_grad` once more, and coming back to either nothing."""
-    backend = Recorder()
+    backend = RecordingBackend()
     parallel = DataParallel(MLP(depth=2), ["cpu"] * num_devices, backend=backend)
     x = torch.randn(8, 64)
     for _ in range(5):
@@ -333,7 +334,7 @@ def test_all_replicas_of_all_steps_share_one_graph(num_devices: int) -> None:
 
 def test_models_do_not_count_against_each_others_recompile_limit() -> None:
     """Dynamo compiles a function 8 times; each model has a function of its own."""
-    backend = Recorder()
+    backend = RecordingBackend()
     for _ in range(10):
         DataParallel(MLP(depth=1), CPUS, backend=backend, fullgraph=True)(torch.randn(2, 64))
     assert len(backend.graphs) == 10
@@ -345,7 +346,7 @@ def test_the_recompile_limit_is_one_of_each_device() -> None:
     def forward(module: Any, x: torch.Tensor, name: str) -> torch.Tensor:
         return getattr(torch, name)(x @ module.weight)
 
-    backend = Recorder()
+    backend = RecordingBackend()
     parallel = _parallel(forward, ["cpu", "meta"], output_device="meta", backend=backend)
     with torch.no_grad():
         for name in ["sin", "cos", "tan", "exp", "abs", "neg", "relu", "sqrt"] * 2:
@@ -354,7 +355,7 @@ def test_the_recompile_limit_is_one_of_each_device() -> None:
 
 
 def test_backward_is_compiled_in_the_forward() -> None:
-    """Else autograd's threads, one for each GPU, would compile at the same time."""
+    """Otherwise autograd's threads, one for each GPU, would compile at the same time."""
     compiled: list[str] = []
 
     def compiler(kind: str) -> Callable[..., Any]:
@@ -402,18 +403,18 @@ def test_replicas_are_compiled_where_those_in_plain_threads_are_not() -> None:
     Nothing is compiled beside the replicas.
     """
     x = torch.randn(4, 64)
-    theirs, ours = Recorder(), Recorder()
-    torch.compile(_like_torchs(MLP(depth=1)), backend=theirs)(x)
-    assert theirs.num_linear == 0
-    outer = torch.compile(DataParallel(MLP(depth=1), CPUS, backend=ours), backend=theirs)
-    outer(x)
-    outer(x)
-    assert (theirs.num_linear, ours.num_linear, len(ours.graphs)) == (0, 1, 1)
-    assert len(ours.threads) == 4
+    around, inside = RecordingBackend(), RecordingBackend()
+    torch.compile(_like_torchs(MLP(depth=1)), backend=around)(x)
+    assert around.num_linear == 0
+    compiled = torch.compile(DataParallel(MLP(depth=1), CPUS, backend=inside), backend=around)
+    compiled(x)
+    compiled(x)
+    assert (around.num_linear, inside.num_linear, len(inside.graphs)) == (0, 1, 1)
+    assert len(inside.threads) == 4
 
 
 def test_the_first_call_runs_in_turn_and_others_at_the_same_time() -> None:
-    """At a barrier that opens when all replicas have come to it, each in a thread of its own."""
+    """The others wait at a barrier that opens when each replica's thread has come to it."""
     barrier, alone = threading.Barrier(3), threading.Lock()
     seen: dict[float, int] = {}
     together = False
@@ -442,25 +443,39 @@ def test_the_first_call_runs_in_turn_and_others_at_the_same_time() -> None:
     assert len(set(seen.values())) == 3
 
 
+def _set_an_attribute(parallel: Any) -> None:
+    parallel.module.temperature = 2.0
+
+
+def _register_a_hook(parallel: Any) -> None:
+    parallel.module.register_forward_hook(lambda *_: None)
+
+
+def _as_it_is(argument: Any) -> Any:
+    return argument
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change_module", "change_input"),
     [
-        lambda p, x: (p, x[:3]),
-        lambda p, x: (p, x.double()),
-        lambda p, x: (p, x.clone().requires_grad_()),
-        lambda p, x: (p.eval(), x),
-        lambda p, x: (p.requires_grad_(False), x),
-        lambda p, x: (setattr(p.module, "temperature", 2.0), p, x)[1:],
-        lambda p, x: (p.module.register_forward_hook(lambda *_: None), p, x)[1:],
+        (_as_it_is, lambda x: x[:3]),
+        (_as_it_is, lambda x: x.double()),
+        (_as_it_is, lambda x: x.clone().requires_grad_()),
+        (lambda parallel: parallel.eval(), _as_it_is),
+        (lambda parallel: parallel.requires_grad_(False), _as_it_is),
+        (_set_an_attribute, _as_it_is),
+        (_register_a_hook, _as_it_is),
     ],
 )
-def test_what_may_be_compiled_anew_is_a_new_call(change: Callable[..., Any]) -> None:
-    """Sizes, types, modes, plain attributes and hooks; the same again is not."""
+def test_what_may_be_compiled_anew_is_a_new_call(
+    change_module: Callable[[Any], Any], change_input: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Such are other sizes, types, modes, plain attributes and hooks; the same again is not."""
     parallel, x = _parallel(lambda m, x: x, ["cpu"] * 2), _rows(4)
     known = (_state_of(parallel.module), _signature_of((x, {})))
     assert (_state_of(parallel.module), _signature_of((x.clone(), {}))) == known
-    parallel, x = change(parallel, x)
-    assert (_state_of(parallel.module), _signature_of((x, {}))) != known
+    change_module(parallel)
+    assert (_state_of(parallel.module), _signature_of((change_input(x), {}))) != known
 
 
 def test_changed_hooks_are_noticed_after_compiling() -> None:
@@ -480,7 +495,7 @@ def test_changed_hooks_are_noticed_after_compiling() -> None:
 
 
 def test_hooks_of_the_wrapper_see_the_whole_batch_once() -> None:
-    """Forward pre-hooks, forward hooks and full backward hooks."""
+    """These are forward pre-hooks, forward hooks and full backward hooks."""
     parallel = DataParallel(MLP(depth=1), CPUS, backend="aot_eager")
     seen: list[Any] = []
     parallel.register_forward_pre_hook(lambda m, args: seen.append((m, len(args[0]))))
@@ -494,7 +509,7 @@ def test_hooks_of_the_wrapper_see_the_whole_batch_once() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("place", ["", "layers.1"])
 def test_hooks_of_the_module_run_once_in_each_replica(backend: str, place: str) -> None:
-    """With the replica and its rows, wherever they are; no call is lost, nothing is recompiled."""
+    """They get the replica and its rows; no call is lost, and nothing is recompiled."""
     module = MLP(depth=2)
     hooked = module.get_submodule(place)
     seen: list[tuple[str, int]] = []
@@ -529,7 +544,7 @@ def test_hooks_of_a_parameter_see_the_sum_once() -> None:
 
 
 def test_hooks_change_arguments_and_outputs() -> None:
-    """In replicas; and those of torch's own are part of the graph."""
+    """They do in replicas; and hooks of torch's own are part of the graph."""
     module = nn.utils.spectral_norm(nn.Linear(4, 4))
     module.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     reference = copy.deepcopy(module)
@@ -557,14 +572,14 @@ def test_with_one_device_hooks_get_the_module_itself() -> None:
 def test_rows_are_divided_as_chunk_divides(
     num_rows: int, num_devices: int, expected: list[int]
 ) -> None:
-    """So that fewer replicas than devices may run; a loss is a vector with a number for each."""
+    """So fewer replicas than devices may run; a loss is a vector with a number for each."""
     parallel = _parallel(lambda m, x: torch.tensor(len(x)), ["cpu"] * num_devices)
     assert parallel(_rows(num_rows)).tolist() == expected
     assert expected == [len(chunk) for chunk in _rows(num_rows).chunk(num_devices)]
 
 
 def test_a_loss_inside_the_module_is_weighted_by_the_user() -> None:
-    """Chunks of 2, 2 and 1: the mean of means is biased, sums over the number of rows are not."""
+    """Of chunks of 2, 2 and 1 the mean of means is biased; sums over the number of rows are not."""
     parallel = _parallel(lambda m, x: (x @ m.weight).sum(), ["cpu"] * 4, backend="aot_eager")
     losses = parallel(_rows(5))
     assert losses.shape == (3,)
@@ -581,7 +596,7 @@ def test_with_one_device_outputs_are_those_of_the_module() -> None:
 
 
 def test_containers_are_divided_and_joined() -> None:
-    """Tuples, lists, dicts, named tuples, dataclasses, in arguments and keyword arguments."""
+    """These are tuples, lists, dicts, named tuples and dataclasses, and keyword arguments."""
 
     def forward(module: Any, pair: Pair, batches: list[Any], *, extra: dict[str, Any]) -> Any:
         assert len(pair.first) == len(batches[0].x) == len(extra["y"]) == 2
@@ -619,27 +634,33 @@ def test_containers_are_divided_and_joined() -> None:
     ids=["defaultdict", "OrderedDict", "Counter", "derived"],
 )
 def test_dicts_of_other_kinds_stay_what_they_are(make: Callable[..., Any]) -> None:
-    """As argument and as output, in which keys that are missing are made as before."""
+    """They do as argument and as output, in which keys that are missing are made as before."""
 
-    def forward(module: Any, given: Any) -> Any:
-        assert len(given["x"]) == 2
-        made.append(given)
-        return make(given["x"] @ module.weight)
+    def forward(module: Any, chunk: Any) -> Any:
+        assert len(chunk["x"]) == 2
+        chunks.append(chunk)
+        return make(chunk["x"] @ module.weight)
 
-    made: list[Any] = []
-    given = make(_rows(4))
-    for _ in range(2):  # one after another, and at the same time
-        output = _parallel(forward)(given)
-        assert torch.equal(output["x"], _rows(4))
-        for each in (output, *made):
-            assert type(each) is type(given)
-            assert getattr(each, "default_factory", None) is getattr(given, "default_factory", None)
-    assert list(given) == ["x"]
+    chunks: list[Any] = []
+    batch = make(_rows(4))
+    parallel = _parallel(forward)
+    with mock.patch.object(data_parallel, "_run_all", wraps=data_parallel._run_all) as run_all:
+        for _ in range(2):
+            output = parallel(batch)
+            assert torch.equal(output["x"], _rows(4))
+            for made in (output, *chunks):
+                assert type(made) is type(batch)
+                factory = getattr(batch, "default_factory", None)
+                assert getattr(made, "default_factory", None) is factory
+    # Replicas run one after another, and then at the same time.
+    assert [call.kwargs["one_by_one"] for call in run_all.call_args_list] == [True, False]
+    assert len(chunks) == 4
+    assert list(batch) == ["x"]
 
 
 @pytest.mark.parametrize("nan", [math.nan, complex(0, math.nan)], ids=["float", "complex"])
 def test_replicas_that_all_return_nan_do_not_differ(nan: Any) -> None:
-    """Each makes its own, as a division does; a NaN beside a number still differs."""
+    """Each replica makes one, as a division does; a NaN beside a number still differs."""
     output = _parallel(lambda m, x: (x, [nan * 1.0]))(_rows(4))[1][0]
     assert output != output  # noqa: PLR0124  # so it is NaN
     with pytest.raises(ValueError, match=r"output\[1\] differs between replicas \(.*nan"):
@@ -657,20 +678,19 @@ def test_nan_in_an_argument_makes_no_call_new() -> None:
     assert _state_of(model) == other
 
 
-def test_only_keyword_arguments() -> None:
-    """The batch may be in them alone."""
+def test_the_batch_may_be_in_keyword_arguments_alone() -> None:
     assert torch.equal(_parallel(lambda m, *, x: x @ m.weight)(x=_rows(4)), _rows(4))
 
 
-def test_along_another_dimension() -> None:
-    """Arguments are divided along it, and outputs joined; it may be counted from the end."""
+def test_batches_are_divided_and_joined_along_dim() -> None:
+    """The dimension may be counted from the end."""
     for dim in (1, -1):
         parallel = _parallel(lambda m, x: x + len(x[0]), dim=dim)
         assert torch.equal(parallel(_rows(2, 6)), _rows(2, 6) + 3)
 
 
 def test_without_a_tensor_one_replica_runs() -> None:
-    """There is nothing to divide."""
+    """There is nothing to divide then."""
     calls = []
     note = torch.compiler.disable(calls.append)
 
@@ -688,7 +708,7 @@ def test_without_a_tensor_one_replica_runs() -> None:
 
 
 def test_modes_are_carried_into_the_threads() -> None:
-    """no_grad, inference mode and autocast, in the first calls and in later ones."""
+    """They are no_grad, inference mode and autocast, in the first calls and in later ones."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         return x @ module.weight
@@ -784,7 +804,7 @@ def _compiled_inside() -> nn.Module:
 def test_bad_arguments_are_refused(
     make: Callable[[], Any], error: type[Exception], text: str
 ) -> None:
-    """Before anything is run, with the value and what to give instead."""
+    """The error comes before anything is run, with the value and a remedy."""
     with pytest.raises(error, match=text):
         make()
 
@@ -806,7 +826,7 @@ def test_a_ddp_module_is_refused(one_rank: None) -> None:
     ],
 )
 def test_bad_batches_are_refused(args: tuple[Any, ...], dim: int, text: str) -> None:
-    """By torch's, rows are silently left out."""
+    """Torch's DataParallel leaves rows out silently."""
     with pytest.raises(ValueError, match=text):
         _parallel(lambda m, *args: args[0], dim=dim)(*args)
 
@@ -824,7 +844,7 @@ def test_bad_batches_are_refused(args: tuple[Any, ...], dim: int, text: str) -> 
 def test_outputs_that_cannot_be_joined_are_refused(
     function: Callable[..., Any], error: type[Exception], text: str
 ) -> None:
-    """With the place in the output."""
+    """The error has the place in the output."""
     with pytest.raises(error, match=text):
         _parallel(torch.compiler.disable(function))(_rows(4))
 

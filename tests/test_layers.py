@@ -58,24 +58,24 @@ def _files() -> list[tuple[str, Path]]:
 
 
 def test_modules_import_only_the_layers_below_them() -> None:
-    """And those of their own room."""
+    """They import modules of their own room, too."""
     for layer, path in _files():
         below = set(LAYERS[: LAYERS.index(layer) + 1])
-        ours = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
-        ours &= set(LAYERS)  # the others are names that the package shows
-        assert ours <= below, f"{path} imports {sorted(ours - below)}"
+        imported = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
+        imported &= set(LAYERS)  # the others are names that the package shows
+        assert imported <= below, f"{path} imports {sorted(imported - below)}"
 
 
 def test_packages_of_callbacks_are_imported_by_those_who_use_them() -> None:
-    """No other module imports the callbacks, nor what they are for."""
+    """No room but `integrations` imports the callbacks, or the frameworks that they are for."""
     for layer, path in _files():
-        found = {name.split(".")[0] for name in _imports(path)}
+        packages = {name.split(".")[0] for name in _imports(path)}
         if layer != "integrations":
-            assert not found & {"accelerate", "lightning", "pytorch_lightning", "transformers"}
+            assert not packages & {"accelerate", "lightning", "pytorch_lightning", "transformers"}
             assert not any(name.startswith("ddpopt.integrations") for name in _imports(path))
 
 
-def test_importing_it_and_its_command_line_imports_no_dynamo() -> None:
-    """Which costs as much again as torch itself, and most commands have no use for it."""
+def test_importing_ddpopt_and_its_command_line_imports_no_dynamo() -> None:
+    """Dynamo costs as much again as torch itself, and most commands have no use for it."""
     code = "import sys, ddpopt, ddpopt.cli.main; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What each log name prints, read from a process that a user would start."""
+"""The lines that each log name prints, read from a process that a user would start."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _logs
+from tests.support.logs import logged
 from tests.support.models import MLP, batches
 from tests.support.ranks import Ranks
 
@@ -83,7 +82,7 @@ def _run(prelude: str = "", options: dict[str, str] | None = None, **environment
     ],
 )
 def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> None:
-    """How many buckets, which cap, bytes and parameters of each, nodes of each section."""
+    """They have the cap, the bytes and parameters of each bucket, and the nodes of each section."""
     text = _run(TORCH_LOGS=name)
     assert text.count(BOUNDARIES) == 1
     for part in (
@@ -98,7 +97,7 @@ def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> N
 
 
 def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
-    """The original, its backward, and each section's."""
+    """These are the original, its backward, and each section's."""
     text = _run(TORCH_LOGS="ddp_graphs")
     sections = [f"backward_section_{k}" for k in range(3)]
     for name in ("original", "original_backward", *sections):
@@ -109,37 +108,36 @@ def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
 
 
 def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
-    """Neither a plan nor a graph is turned into text."""
+    """No plan and no graph is turned into text."""
     assert "ddpopt" not in _run(REFUSE_TO_FORMAT + QUIET_S.format(1e9))
 
 
 @pytest.mark.parametrize(("rank", "count"), [("0", 3), ("1", 0)])
 def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count: int) -> None:
-    """A line for each section, since here none is too soon after the one before."""
+    """There is a line for each section, since here none is too soon after the one before."""
     text = _run(QUIET_S.format(-1), RANK=rank)
     lines = re.findall(r"^ddpopt: graph \S+: compiling section (\d) of 3, ", text, re.MULTILINE)
     assert lines == [str(k + 1) for k in range(count)]
 
 
-def _said(rank: int, is_warmed_up: bool) -> list[str]:
+def _logged_plans(rank: int, is_warmed_up: bool) -> list[str]:
     """Return the plans that a rank logs at INFO in two steps."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.0316)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     inputs = batches(rank, [(2, 64)] * 2)
-    with mock.patch.object(_logs, "info") as info:
+    with logged("info") as lines:
         if is_warmed_up:
             ddpopt.warmup(compiled, inputs[0])
         for x in inputs:
             compiled(x).sum().backward()
-    said = [call.args[0] % call.args[1:] for call in info.call_args_list]
-    return [text for text in said if BOUNDARIES in text]
+    return [line for line in lines if BOUNDARIES in line]
 
 
 @pytest.mark.parametrize("is_warmed_up", [False, True])
 def test_each_rank_logs_its_plans_once(ranks: Ranks, is_warmed_up: bool) -> None:
-    """In its own log, whether the first step or `warmup` compiles."""
-    for said in ranks.run(_said, is_warmed_up):
-        (plan,) = said
+    """It logs them whether the first step or `warmup` compiles."""
+    for plans in ranks.run(_logged_plans, is_warmed_up):
+        (plan,) = plans
         assert "layers.5.weight, layers.5.bias" in plan
 
 
@@ -150,7 +148,7 @@ def test_each_rank_logs_its_plans_once(ranks: Ranks, is_warmed_up: bool) -> None
 def test_the_structured_trace_holds_the_split_graphs(
     tmp_path: Path, options: dict[str, str], prefix: str, num_stitched: int
 ) -> None:
-    """Under the names that the in-tree optimizer uses, which tlparse knows."""
+    """They have the names that the in-tree optimizer uses, which tlparse knows."""
     _run(options=options, TORCH_TRACE=str(tmp_path))
     lines = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     entries = [json.loads(ln[ln.index("{") :]) for ln in lines if '"optimize_ddp_split_' in ln]

@@ -19,15 +19,15 @@ def _texts() -> dict[Path, str]:
 
 
 def test_every_reference_to_a_note_leads_to_one_definition() -> None:
-    """So a note that is renamed takes its references along."""
+    """A note that is renamed takes its references along."""
     defined = collections.defaultdict(list)
     referred = collections.defaultdict(list)
     for path, text in _texts().items():
         for match in NOTE.finditer(text):
             name = " ".join(match[1].split())
             begins_line = match.start() == 0 or text[match.start() - 1] == "\n"
-            place = defined if begins_line and path.suffix == ".py" else referred
-            place[name].append(path.relative_to(ROOT).as_posix())
+            places_of = defined if begins_line and path.suffix == ".py" else referred
+            places_of[name].append(path.relative_to(ROOT).as_posix())
     assert len(defined) > 10
     assert {name: places for name, places in defined.items() if len(places) > 1} == {}
     assert {name: places for name, places in referred.items() if name not in defined} == {}

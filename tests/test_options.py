@@ -1,4 +1,4 @@
-"""Options of torch.compile: defaults, precedence, and what is refused."""
+"""Options of torch.compile: defaults, precedence, and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.models import MLP
 
 
 def test_the_most_specific_setting_wins() -> None:
-    """Option over config, config over default."""
+    """An option goes before config, and config before the default."""
     assert resolve_options(None, None).enabled
     assert resolve_options(None, None).split == "auto"
     with config.patch(enabled=False):

@@ -27,15 +27,15 @@ def test_what_utf8_cannot_express_is_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_target", [True, False])
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path, has_target: bool) -> None:
-    """Neither to a file that there is nor to one that would be made."""
+    """It is not followed to a file, and not to where one would be made."""
     precious, path = tmp_path / "precious", tmp_path / "x"
     if has_target:
-        precious.write_text("mine")
+        precious.write_text("precious")
     path.symlink_to(precious)
     write_text(path, "page")
     assert (path.read_text(), path.is_symlink()) == ("page", False)
     assert precious.exists() == has_target
-    assert not has_target or precious.read_text() == "mine"
+    assert not has_target or precious.read_text() == "precious"
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
@@ -78,11 +78,11 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_is_its_users_alone_and_nobody_elses(tmp_path: Path) -> None:
-    """Whatever has its name, a link that leads nowhere included."""
+    """It gets another name where anything has its name, a link that leads nowhere included."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    first, second, third = (new_folder(tmp_path, name) for name in ("mine", "mine", "link"))
-    assert first.name == "mine"
-    assert second.name.startswith("mine-")
+    first, second, third = (new_folder(tmp_path, name) for name in ("new", "new", "link"))
+    assert first.name == "new"
+    assert second.name.startswith("new-")
     assert third.name.startswith("link-")
     for folder in (first, second, third):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -1,4 +1,4 @@
-"""Checks of values: what they let pass, and what they say."""
+"""Checks of values: which pass, and the messages for the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_numbers_within_their_limits_pass(value: float, limits: Limits) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "limits", "said"),
+    ("value", "limits", "message"),
     [
         (-1, WHOLE, "rate is -1; it must be a whole number, 0 or more"),
         (2.0, POSITIVE_WHOLE, "rate is 2.0, a float; it must be a whole number, 1 or more"),
@@ -41,14 +41,16 @@ def test_numbers_within_their_limits_pass(value: float, limits: Limits) -> None:
         (1, Limits(at_least=0, below=1), "rate is 1; it must be 0 or more, and below 1"),
     ],
 )
-def test_other_values_are_named_with_their_limits(value: object, limits: Limits, said: str) -> None:
+def test_other_values_are_named_with_their_limits(
+    value: object, limits: Limits, message: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         check_number("rate", value, limits, PlanError)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
-def test_a_value_of_another_type_may_be_an_error_of_its_own() -> None:
-    """As in Python, where a number out of range is a ValueError and a text is a TypeError."""
+def test_a_value_of_another_type_may_be_another_error() -> None:
+    """In Python, too, a number out of range is a ValueError and a text is a TypeError."""
     with pytest.raises(TypeError, match="'3'"):
         check_number("rate", "3", POSITIVE, PlanError, wrong_type=TypeError)
     with pytest.raises(PlanError, match="-3"):

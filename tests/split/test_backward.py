@@ -1,4 +1,4 @@
-"""What `split="backward"` promises beside training right: fusion, memory, caches, fallbacks."""
+"""`split="backward"` beside training right: fusion, memory, caches and fallbacks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torch._inductor.async_compile import AsyncCompile
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-import ddpopt
 from ddpopt import _torch
 from ddpopt.errors import Reason, TorchDriftError
 from ddpopt.split.cut import Cut
+from tests.support.cuts import only_cut
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.releases import needs_our_code_in_caches
 
@@ -65,13 +65,9 @@ def _compile(model: nn.Module, cap: float, **options: Any) -> tuple[DistributedD
     return ddp, torch.compile(ddp, backend="ddpopt", options=options)
 
 
-def _cut(ddp: nn.Module) -> Cut:
-    (cut,) = ddpopt.explain(ddp).cuts
-    return cut
-
-
 def _gated_cut(ddp: nn.Module) -> Cut:
-    cut = _cut(ddp)
+    """Return the only cut, which has to be one of a backward."""
+    cut = only_cut(ddp)
     assert cut.split == "backward"
     assert len(cut.sections) > 1
     return cut
@@ -89,7 +85,7 @@ def _train(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], Cut]:
         output.pow(2).mean().backward()
         seen += [output.detach(), *(p.grad.clone() for p in ddp.parameters())]
         optimizer.step()
-    return [*seen, *(p.detach().clone() for p in ddp.parameters())], _cut(ddp)
+    return [*seen, *(p.detach().clone() for p in ddp.parameters())], only_cut(ddp)
 
 
 def _convnet() -> nn.Module:
@@ -102,7 +98,7 @@ def _convnet() -> nn.Module:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inner: str) -> None:
-    """Outputs, gradients and parameters, with dropout, over three steps."""
+    """Outputs, gradients and parameters are equal, with dropout, over three steps."""
     unsplit, cut = _train(_stack(), inner=inner, enabled=False)
     assert cut.fallback is Reason.DISABLED
     split, cut = _train(_stack(), inner=inner, split="backward")
@@ -143,8 +139,8 @@ def test_kernels_that_fail_cost_overlap_not_training(
     right, _ = _train_failing(at=0)
     trained, cut = _train_failing(at=3)  # after the forward and the first section
     assert cut.fallback is Reason.SECTION_FAILED
-    (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
-    assert re.search(r"on backward section 1 of \d+: ZeroDivisionError: no such register", said)
+    (text,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
+    assert re.search(r"on backward section 1 of \d+: ZeroDivisionError: no such register", text)
     for a, b in zip(trained, right, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -164,7 +160,7 @@ def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:
     with mock.patch.object(compile_fx, "compile_fx_inner", counting):
         compiled(torch.ones(8, 32))
     # The unsplit backward is compiled later, when it first runs.
-    return (counts or [metrics.generated_kernel_count])[0], len(_cut(ddp).sections)
+    return (counts or [metrics.generated_kernel_count])[0], len(only_cut(ddp).sections)
 
 
 @pytest.mark.slow
@@ -207,7 +203,7 @@ def _peak_of_step(batch: int, **options: Any) -> int:
 def test_the_peak_of_memory_is_the_unsplit_compiles_and_one_bucket(
     one_rank: None, batch: int
 ) -> None:
-    """At most; with few and with many activations beside the gradients, on Inductor."""
+    """It is that at most, with few and with many activations beside the gradients, on Inductor."""
     unsplit = _peak_of_step(batch, enabled=False)
     split = _peak_of_step(batch, split="backward")
     one_bucket = 0.1 * 2**20 + 4 * 64 * 64 * 4  # the cap, and the weight that reaches it
@@ -215,7 +211,7 @@ def test_the_peak_of_memory_is_the_unsplit_compiles_and_one_bucket(
 
 
 def test_equal_sections_are_compiled_once(one_rank: None) -> None:
-    """The blocks of a deep stack: more blocks make more sections, and no more compiles."""
+    """More blocks in a deep stack make more sections, and no more compiles."""
     compiles = []
     for depth in (6, 12):
         with mock.patch.object(_torch, "aot_eager", _CountingAotEager()) as aot:
@@ -252,7 +248,7 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from torch._dynamo.utils import counters
-from tests.split.test_backward import _compile, _stack, _train, _cut
+from tests.split.test_backward import _stack, _train
 {before}
 counters.clear()
 values, cut = _train(_stack(2), split="backward")
@@ -280,7 +276,7 @@ def _in_new_process(cache: Path, before: str = "") -> tuple[str, str, int, int]:
 @pytest.mark.slow
 @needs_our_code_in_caches
 def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
-    """Cold, but filled by the same model compiled without this split before; and warm."""
+    """A cache that the same model filled without this split is cold, and then it is warm."""
     digest, cut, hits, misses = _in_new_process(tmp_path, before=_UNSPLIT_FIRST)
     assert hits == 0
     assert misses > 0
@@ -288,7 +284,7 @@ def test_caches_change_neither_plan_nor_results(tmp_path: Path) -> None:
     assert warm == (digest, cut, 1, 0), "all comes from one entry"
 
 
-def test_fullgraph_inside_of_ddp(one_rank: None) -> None:
+def test_fullgraph_inside_of_ddp_is_split(one_rank: None) -> None:
     """`DDP(torch.compile(model, fullgraph=True))` is split as `torch.compile(DDP(model))` is."""
     options = {"split": "backward", "inner": "aot_eager"}
     inner = torch.compile(_stack(), backend="ddpopt", options=options, fullgraph=True)
@@ -312,11 +308,11 @@ def _explicit_inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
     one_rank: None, reason: Reason, options: dict[str, Any], caplog: Any
 ) -> None:
-    """With one warning that says why, and what to do."""
+    """One warning says why, and what to do."""
     with caplog.at_level(logging.WARNING, _torch.LOG_NAME):
         ddp, compiled = _compile(MLP(), 0.03, split="backward", **options)
         compiled(batches(0, [(2, WIDTH)])[0]).sum().backward()
-    cut = _cut(ddp)
+    cut = only_cut(ddp)
     assert (cut.backward_fallback, cut.split, cut.fallback) == (reason, "forward", None)
     assert len(cut.sections) > 1
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
@@ -349,4 +345,4 @@ def test_one_bucket_is_compiled_as_without_splitting(one_rank: None) -> None:
     ddp, compiled = _compile(_stack(), 25, inner="aot_eager", split="backward")
     with mock.patch.object(_torch, "aot_eager", side_effect=AssertionError):
         compiled(torch.ones(8, 32)).sum().backward()
-    assert _cut(ddp).fallback is Reason.ONE_BUCKET
+    assert only_cut(ddp).fallback is Reason.ONE_BUCKET

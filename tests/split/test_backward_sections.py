@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.reducer import Bucket, Parameter
-from ddpopt.split.cut import Cut
 from ddpopt.split.facts import BackwardFacts, Tie
 from ddpopt.split.sections import BackwardSections, choose_backward_sections
+from tests.support.graphs import buckets_of, cut_from_sections
 
 
 def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
@@ -48,30 +47,6 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     )
 
 
-def buckets_of(
-    arguments: Iterable[int], buckets: Sequence[Sequence[int]]
-) -> tuple[dict[int, Parameter], list[Bucket]]:
-    """Make a parameter for each argument, with its number, and buckets with these members."""
-    parameters = {a: Parameter(index=a, name=f"p{a}", num_bytes=4, group="f32") for a in arguments}
-    made = [
-        Bucket(index=k, parameters=tuple(parameters[a] for a in members), cap_bytes=4)
-        for k, members in enumerate(buckets)
-    ]
-    return parameters, made
-
-
-def cut_of(chosen: BackwardSections, arrival: tuple[Parameter, ...] = ()) -> Cut:
-    """The record of a backward with these sections."""
-    return Cut(
-        graph="0/0",
-        inner="eager",
-        num_nodes=len(chosen.order),
-        sections=chosen.sections,
-        split="backward",
-        arrival=arrival,
-    )
-
-
 def _choose(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSections | Reason:
     """Plan with parameter i as argument i, and these parameters in each bucket, or say why not."""
     parameters, made = buckets_of(facts.gradients, buckets)
@@ -81,7 +56,7 @@ def _choose(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardS
         cuts = choose_backward_sections(facts, made, {a: a for a in parameters}, final)
     except NotCutError as refusal:
         return refusal.reason
-    return dataclasses.replace(cuts, sections=cut_of(cuts).with_buckets(made).sections)
+    return dataclasses.replace(cuts, sections=cut_from_sections(cuts).with_buckets(made).sections)
 
 
 def _sections(chosen: BackwardSections | Reason) -> list[list[int]]:
@@ -220,7 +195,7 @@ def test_a_by_product_with_an_effect_does_not_pass_another_effect() -> None:
 
 
 def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
-    """No parameter, one bucket, and gradients that one call makes."""
+    """These are: no parameter, one bucket, and gradients that one call makes."""
     facts = _facts([{}, {0: NO}, {1: NO}], {0: (1,), 1: (1,), 2: (2,)})
     assert _choose(facts, []) is Reason.NO_PARAMETERS
     assert _choose(facts, [[0, 2]]) is Reason.ONE_BUCKET
@@ -282,7 +257,7 @@ def test_sizes_do_not_decide_in_which_section_an_effect_is(
 def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     drawn: tuple[BackwardFacts, list[list[int]]],
 ) -> None:
-    """In an order that respects what calls read, effects, tuples, and the order of buckets."""
+    """The order respects what calls read, effects, tuples, and the order of buckets."""
     facts, buckets = drawn
     chosen = _choose(facts, buckets)
     if isinstance(chosen, Reason):

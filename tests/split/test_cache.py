@@ -1,4 +1,4 @@
-"""Cut backwards in AOTAutograd's cache: hits are right, and whatever matters is part of the key."""
+"""`split/compiler.py` with AOTAutograd's cache: hits are right, the key has all that matters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAP_MB = 0.005
 
 
 class Step(NamedTuple):
-    """What a first step came to; `shown` is what `explain` shows of its graph."""
+    """The result of a first step; `shown` is what `explain` shows of its graph."""
 
     is_hit: bool
     num_sections: int
@@ -74,26 +74,28 @@ def _step(
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def cache_folder() -> Iterator[Path]:
     """The caches of this module's tests, with one entry: of a step as `_step` takes it."""
     with fresh_cache():
         yield Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 @pytest.fixture
-def cold(one_rank: None, folder: Path) -> Step:
-    """The step that the cache knows."""
+def cached_step(one_rank: None, cache_folder: Path) -> Step:
+    """A step that the cache of this module has afterwards; the first test's is compiled."""
     return _step()
 
 
 @needs_our_code_in_caches
-def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
+def test_a_warm_start_neither_traces_nor_cuts(one_rank: None) -> None:
     """It has the cut and the nodes of the cold one, and gradients equal to the bit."""
-    with mock.patch.object(
-        compiler, "make_section_graphs", side_effect=AssertionError("cut again")
-    ):
-        warm = _step()
-    assert warm.is_hit
+    with fresh_cache():
+        cold = _step()
+        with mock.patch.object(
+            compiler, "make_section_graphs", side_effect=AssertionError("cut again")
+        ):
+            warm = _step()
+    assert (cold.is_hit, warm.is_hit) == (False, True)
     assert warm.num_sections == cold.num_sections > 2
     assert warm.shown == cold.shown
     assert all(map(torch.equal, warm.gradients, cold.gradients))
@@ -101,18 +103,18 @@ def test_a_warm_start_neither_traces_nor_cuts(cold: Step) -> None:
 
 
 @needs_our_code_in_caches
-def test_what_was_compiled_without_retain_graph_serves_with_it(cold: Step) -> None:
+def test_what_was_compiled_without_retain_graph_serves_with_it(cached_step: Step) -> None:
     """No entry's backward overwrites what the next one needs."""
     again = _step(retain_graph=True)
     assert again.is_hit
     torch.testing.assert_close(again.gradients, again.expected)
 
 
-def test_an_unsplit_compile_takes_nothing_from_a_split_one(cold: Step) -> None:
+def test_an_unsplit_compile_takes_nothing_from_a_split_one(cached_step: Step) -> None:
     """It has other code: donated buffers, for one."""
     unsplit = _step(enabled=False)
     assert not unsplit.is_hit
-    assert all(map(torch.equal, unsplit.gradients, cold.gradients))
+    assert all(map(torch.equal, unsplit.gradients, cached_step.gradients))
 
 
 CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -134,8 +136,8 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_matters_is_part_of_the_key(cold: Step, change: str) -> None:
-    """So what is compiled for another model, plan, setting or release is not taken, and right."""
+def test_what_matters_is_part_of_the_key(cached_step: Step, change: str) -> None:
+    """Another plan, model, setting or release is compiled anew, and its gradients are right."""
     changed = _step(**CHANGES[change]())
     # A search, which one rank gives up at once, changes nothing.
     assert changed.is_hit == (CACHES_OUR_CODE and change == "search")
@@ -146,21 +148,24 @@ def test_what_matters_is_part_of_the_key(cold: Step, change: str) -> None:
 
 @needs_our_code_in_caches
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"of": "somebody else"})])
-def test_a_damaged_or_foreign_entry_is_a_miss(cold: Step, folder: Path, content: bytes) -> None:
-    """And is replaced by a whole one."""
-    entries = [path for path in (folder / "aotautograd").rglob("*") if path.is_file()]
+def test_a_damaged_or_foreign_entry_is_a_miss(
+    cached_step: Step, cache_folder: Path, content: bytes
+) -> None:
+    """A whole one is stored in its place."""
+    entries = [path for path in (cache_folder / "aotautograd").rglob("*") if path.is_file()]
     assert entries
     for path in entries:
         path.write_bytes(content)
     again = _step()
     assert not again.is_hit
-    assert all(map(torch.equal, again.gradients, cold.gradients))
+    assert all(map(torch.equal, again.gradients, cached_step.gradients))
+    assert _step().is_hit
     for path in entries:
         path.unlink(missing_ok=True)
 
 
-def test_a_graph_that_is_shown_is_cut_anew(cold: Step, tmp_path: Path) -> None:
-    """What comes from a cache has no graphs to dump."""
+def test_a_graph_that_is_shown_is_cut_anew(cached_step: Step, tmp_path: Path) -> None:
+    """Code from a cache has no graphs to dump."""
     with ddpopt.config.patch(dump_dir=str(tmp_path)):
         shown = _step()
     assert not shown.is_hit
@@ -172,12 +177,12 @@ def test_a_graph_that_is_shown_is_cut_anew(cold: Step, tmp_path: Path) -> None:
 def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
 ) -> None:
-    """Bundling is switched off in the middle of one; also where that compile fails then."""
+    """Bundling is switched off in the middle of it; and it is on again also where that fails."""
     settings, run = torch._functorch.config, GraphCompiler.make_backward
-    found: list[bool] = []
+    bundled_in_backward: list[bool] = []
 
     def run_or_raise(self: Any, *args: Any) -> Any:
-        found.append(settings.bundled_autograd_cache)
+        bundled_in_backward.append(settings.bundled_autograd_cache)
         if has_error:
             raise KeyError("lost")
         return run(self, *args)
@@ -188,5 +193,5 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
         before = settings.get_config_copy(), torch.compiler.config.get_config_copy()
         step = _step()
         assert (settings.get_config_copy(), torch.compiler.config.get_config_copy()) == before
-    assert found == [False]
+    assert bundled_in_backward == [False]
     torch.testing.assert_close(step.gradients, step.expected)

@@ -1,4 +1,4 @@
-"""Dumps: which files a compile leaves, in whose folder, and the graph that a cut is."""
+"""Dumps: the files that a compile leaves, whose folder they are in, and a cut as a graph."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import dump
 from ddpopt.split.cut import Cut, GraphText
+from tests.support.cuts import only_cut
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
 
@@ -49,14 +50,14 @@ def _stems(folder: Path, suffix: str) -> set[str]:
 
 
 def _read_cut(folder: Path) -> dict[str, Any]:
-    """The cut that was written; what crosses it is beside it."""
+    """Return the cut that was written, without the values that cross it, which are beside it."""
     written = json.loads((folder / "cut.json").read_text())
     assert all(crossing["read_in"] for crossing in written.pop("crossings"))
     return written
 
 
 def test_a_forward_split_leaves_all_its_graphs_and_the_cut(one_rank: None, tmp_path: Path) -> None:
-    """As code; the cut is the one that explain shows, enumerations by name."""
+    """They are code; the cut is the one that explain shows, enumerations by name."""
     ddp = _train(tmp_path, split="forward")
     (folder,) = _compile_folders(tmp_path)
     graphs = {"original", "section_0", "section_1", "section_2", "stitched"}
@@ -65,7 +66,7 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_cut(one_rank: None, tmp_p
     for k in range(3):
         assert (folder / f"section_{k}.py").read_text().count("torch._C._nn.linear(") == 2
     assert "submod_2" in (folder / "stitched.py").read_text()
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert _read_cut(folder) == json.loads(json.dumps(dataclasses.asdict(cut)))
     assert folder.name == cut.graph.replace("/", "_")
 
@@ -73,7 +74,7 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_cut(one_rank: None, tmp_p
 def test_a_backward_split_leaves_the_backward_and_its_sections(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """Beside Dynamo's graph. Each gradient is returned by one section."""
+    """They are beside Dynamo's graph, and each call of the backward is in one section."""
     ddp = _train(tmp_path)
     (folder,) = _compile_folders(tmp_path)
     sections = {f"backward_section_{k}" for k in range(3)}
@@ -81,7 +82,7 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
     whole = (folder / "original_backward.py").read_text()
     parts = "".join((folder / f"{name}.py").read_text() for name in sorted(sections))
     assert whole.count("torch.ops.aten.mm") == parts.count("torch.ops.aten.mm") > 0
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert _read_cut(folder) == json.loads(json.dumps(dataclasses.asdict(cut)))
     assert cut.split == "backward"
 
@@ -89,7 +90,7 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
 def test_a_graph_that_is_compiled_whole_is_dumped_with_the_reason(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """One bucket, so no section."""
+    """Here it has one bucket, so no section."""
     _train(tmp_path, cap_mb=25)
     (folder,) = _compile_folders(tmp_path)
     assert _stems(folder, ".py") == {"original"}
@@ -108,7 +109,7 @@ def test_each_compile_of_a_frame_has_its_folder(one_rank: None, tmp_path: Path) 
 
 
 def test_a_graph_that_cannot_be_compiled_is_dumped(one_rank: None, tmp_path: Path) -> None:
-    """That is when one looks for it."""
+    """Its user looks for it then."""
 
     def fail(_graph: fx.GraphModule, _inputs: Any) -> Any:
         raise ValueError("no compiler today")
@@ -120,7 +121,7 @@ def test_a_graph_that_cannot_be_compiled_is_dumped(one_rank: None, tmp_path: Pat
 
 
 def test_folders_are_for_their_user_alone(one_rank: None, tmp_path: Path) -> None:
-    """Mode 0700, and nothing is written elsewhere in the given folder."""
+    """Their mode is 0700, and nothing is written elsewhere in the folder that was named."""
     _train(tmp_path)
     (process,) = tmp_path.iterdir()
     assert process.name == f"rank0-pid{os.getpid()}"
@@ -134,13 +135,13 @@ def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind
     dump_dir, foreign = tmp_path / "dumps", tmp_path / "foreign"
     foreign.mkdir()
     dump_dir.mkdir()
-    taken = dump_dir / f"rank0-pid{os.getpid()}"
-    taken.mkdir() if kind == "folder" else taken.symlink_to(foreign)
+    foreseen = dump_dir / f"rank0-pid{os.getpid()}"
+    foreseen.mkdir() if kind == "folder" else foreseen.symlink_to(foreign)
     _train(dump_dir)
-    assert not list(taken.iterdir())
-    (other,) = set(dump_dir.iterdir()) - {taken}
-    assert other.name.startswith(f"{taken.name}-")
-    assert list(other.glob("*/cut.json"))
+    assert not list(foreseen.iterdir())
+    (folder,) = set(dump_dir.iterdir()) - {foreseen}
+    assert folder.name.startswith(f"{foreseen.name}-")
+    assert list(folder.glob("*/cut.json"))
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../b", "x\0y", "n" * 5000, ".."])
@@ -183,15 +184,14 @@ def test_a_dump_that_fails_costs_one_warning_and_no_training(
     with config.patch(dump_dir=str(tmp_path / "file" / "dumps")):
         assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
     assert [cut.fallback for cut in ddpopt.explain(ddp).cuts] == [None, None]
-    said = [r.getMessage() for r in caplog.records if "no longer dumped" in r.getMessage()]
-    assert len(said) == 1
-    assert "NotADirectoryError" in said[0]
+    (text,) = (r.getMessage() for r in caplog.records if "no longer dumped" in r.getMessage())
+    assert "NotADirectoryError" in text
 
 
-def test_off_nothing_is_formatted_or_written(
+def test_without_a_dump_folder_nothing_is_formatted_or_written(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even code."""
+    """Code is not even made."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("formatted while dumps are off")
@@ -208,7 +208,7 @@ def _dump_on_rank(_rank: int, dump_dir: str) -> None:
 
 
 def test_each_rank_has_its_folder(ranks: Ranks, tmp_path: Path) -> None:
-    """Named after it."""
+    """The folder is named after the rank."""
     ranks.run(_dump_on_rank, str(tmp_path))
     names = sorted(folder.name for folder in tmp_path.iterdir())
     assert [name.partition("-pid")[0] for name in names] == ["rank0", "rank1"]
@@ -262,10 +262,10 @@ def test_sections_fill_buckets_and_hand_values_on(one_rank: None, split: str) ->
         filled = graph.in_edges(node, data="bytes")
         assert graph.nodes[node]["bytes"] == bucket.num_bytes == sum(b for *_, b in filled)
         assert graph.nodes[node]["parameters"] == ", ".join(bucket.actual)
-    handed = [(a, b, d) for a, b, d in graph.edges(data=True) if d["kind"] == "values"]
-    assert [(a, b) for a, b, _ in handed] == [*itertools.pairwise(sections)]
+    value_edges = [(a, b, d) for a, b, d in graph.edges(data=True) if d["kind"] == "values"]
+    assert [(a, b) for a, b, _ in value_edges] == [*itertools.pairwise(sections)]
     calls = [{node.name for node in nodes} for nodes in explanation.texts[cut.graph].nodes]
-    for maker, _, edge in handed:
+    for maker, _, edge in value_edges:
         values = json.loads(edge["values"])
         assert edge["bytes"] == sum(values.values()) > 0
         for text, num_bytes in values.items():
@@ -304,7 +304,7 @@ def test_fewest_bytes_cross_at_the_waist(one_rank: None) -> None:
 
 
 def test_buckets_have_times_once_these_are_known(one_rank: None) -> None:
-    """Measured ones before predicted ones, and none before either."""
+    """Measured ones come before predicted ones, and there are none before either."""
     assert "ready_s" not in _explain(MLP()).to_networkx().nodes["bucket 0"]
     measured = _explain(MLP(), is_recorded=True).to_networkx()
     network = AllreduceCost(startup_s=1e-4, s_per_byte=1e-7)
@@ -343,7 +343,7 @@ class _Named(nn.Module):
 
 
 def test_graphml_gives_the_same_graph_back(one_rank: None, tmp_path: Path) -> None:
-    """With all attributes, whatever a parameter is called."""
+    """It does with all attributes, whatever a parameter is called."""
     graph = _explain(_Named(), is_recorded=True).to_networkx()
     assert "a<b>" in graph.nodes["bucket 0"]["parameters"]
     networkx.write_graphml(graph, tmp_path / "x.graphml")
@@ -353,7 +353,7 @@ def test_graphml_gives_the_same_graph_back(one_rank: None, tmp_path: Path) -> No
 
 
 def test_a_dump_has_the_graph_beside_the_cut(one_rank: None, tmp_path: Path) -> None:
-    """With the buckets that graphs were cut for, before any has a time."""
+    """It has the buckets that graphs were cut for, before any has a time."""
     with config.patch(dump_dir=str(tmp_path)):
         explanation = _explain(MLP(bias=False))
     (path,) = tmp_path.rglob("cut.graphml")

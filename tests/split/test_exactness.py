@@ -1,4 +1,4 @@
-"""Predicted buckets against the Reducer's, by parameter index.
+"""A property of all of `split`: predicted buckets are the Reducer's, by parameter index.
 
 A row for each way to use DDP, with a live Reducer; random modules with its own function.
 """
@@ -18,15 +18,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ddpopt
 from tests.support.buckets import assigned_by_torch, real_buckets
+from tests.support.cuts import only_cut
 from tests.support.fake_ddp import cut_of
 from tests.support.models import MLP
+from tests.support.releases import needs_delayed_parameters
 
 WIDE = 512  # a layer of this width holds 1.002 MiB
 
 
-class Functional(nn.Module):
+class Matrices(nn.Module):
     """Six matrices, used by a function of `(matrices, x)`."""
 
     def __init__(self, function: Callable[..., torch.Tensor], width: int = 64) -> None:
@@ -159,7 +160,7 @@ ROWS: dict[str, Row] = {
         lambda: MLP(width=WIDE), {"find_unused_parameters": True}, WIDE, min_sections=0
     ),
     "find unused, used out of order": Row(
-        lambda: Functional(_out_of_order), {**SMALL, "find_unused_parameters": True}
+        lambda: Matrices(_out_of_order), {**SMALL, "find_unused_parameters": True}
     ),
     "find unused, static": Row(
         MLP, {**SMALL, "find_unused_parameters": True, "static_graph": True}
@@ -172,12 +173,12 @@ ROWS: dict[str, Row] = {
     "sparse gradients": Row(Sparse, SMALL),
     "ignored": Row(lambda: _without(MLP(), _ignore_first), SMALL),
     "tied": Row(lambda: _without(MLP(), _tie), SMALL),
-    "reused": Row(lambda: Functional(_reused), SMALL),
-    "used out of order": Row(lambda: Functional(_out_of_order), SMALL),
+    "reused": Row(lambda: Matrices(_reused), SMALL),
+    "used out of order": Row(lambda: Matrices(_out_of_order), SMALL),
     "views of flat storage": Row(Flat, {"bucket_cap_mb": 0.02}),
-    "by keyword": Row(lambda: Functional(_by_keyword), SMALL),
-    "in nested lists": Row(lambda: Functional(_in_nested_lists), SMALL),
-    "in a higher-order op": Row(lambda: Functional(_in_checkpoints), SMALL),
+    "by keyword": Row(lambda: Matrices(_by_keyword), SMALL),
+    "in nested lists": Row(lambda: Matrices(_in_nested_lists), SMALL),
+    "in a higher-order op": Row(lambda: Matrices(_in_checkpoints), SMALL),
     "frozen": Row(lambda: _without(MLP(), _freeze), SMALL),
     "one parameter above the cap": Row(
         lambda: nn.Sequential(MLP(2), nn.Linear(64, 512), nn.Linear(512, 64), MLP(2)), SMALL
@@ -201,7 +202,7 @@ def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: st
     ddp = DistributedDataParallel(model, **row.options)
     for _ in range(4):
         ddp(torch.randn(3, row.width)).float().sum().backward()
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     predicted = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
     assert len(cut.sections) >= row.min_sections
@@ -209,22 +210,20 @@ def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: st
         assert cut.split == ("backward" if split == "auto" else split)
 
 
+@needs_delayed_parameters
 def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:
     """DDP reduces them by itself after backward."""
     model = MLP()
     delayed = [(f"layers.{i}.weight", model.layers[i].weight) for i in (0, 4)]
-    try:
-        ddp = DistributedDataParallel(
-            torch.compile(model, backend="ddpopt", options={"inner": "aot_eager"}),
-            delay_all_reduce_named_params=[(f"_orig_mod.{n}", p) for n, p in delayed],
-            param_to_hook_all_reduce=delayed[0][1],
-            **SMALL,
-        )
-    except TypeError as error:  # torch 2.11
-        pytest.skip(f"DDP takes no fraction of a MiB with delayed parameters: {error}"[:80])
+    ddp = DistributedDataParallel(
+        torch.compile(model, backend="ddpopt", options={"inner": "aot_eager"}),
+        delay_all_reduce_named_params=[(f"_orig_mod.{n}", p) for n, p in delayed],
+        param_to_hook_all_reduce=delayed[0][1],
+        **SMALL,
+    )
     for _ in range(4):
         ddp(torch.randn(3, 64)).sum().backward()
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     predicted = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
     assert predicted == [set(bucket) for bucket in real_buckets(ddp)]
     assert len(cut.arrival) == 10
@@ -264,28 +263,29 @@ class Ordered(nn.Module):
 def test_random_modules_have_the_buckets_of_the_reducers_own_function(
     tree: tuple[nn.ModuleList, list[int], float],
 ) -> None:
-    """Given the arrival order that the order of use implies, whatever is shared or frozen."""
+    """The order of use implies that of arrival, whatever is shared or frozen."""
     layers, order, cap = tree
     cut = cut_of(Ordered(layers, order), torch.randn(2, 8), bucket_cap_mb=cap)
     parameters = [p for p in layers.parameters() if p.requires_grad]
-    used: list[int] = []
-    for i in order:
-        # Within a layer, the first registered is listed first, so that reversing the whole list
-        # gives the order of arrival.
-        for parameter in layers[i].parameters():
-            index = next((k for k, p in enumerate(parameters) if p is parameter), None)
-            if index is not None and index not in used:
-                used.append(index)
+    used = {
+        index
+        for index, parameter in enumerate(parameters)
+        if any(parameter is p for i in order for p in layers[i].parameters())
+    }
     unused = [i for i in range(len(parameters)) if i not in used]
-    arrival = [*_sorted_within_uses(used, order, layers, parameters), *unused]
+    arrival = [*_sorted_by_first_use(used, order, layers, parameters), *unused]
     real = assigned_by_torch(parameters, [int(cap * 1024 * 1024)], arrival)
     assert [[p.index for p in bucket.parameters] for bucket in cut.buckets] == real
 
 
-def _sorted_within_uses(
-    used: list[int], order: list[int], layers: nn.ModuleList, parameters: list[torch.Tensor]
+def _sorted_by_first_use(
+    used: set[int], order: list[int], layers: nn.ModuleList, parameters: list[torch.Tensor]
 ) -> list[int]:
-    """Return the parameters by last first-use first, ties by last registered first."""
+    """Return used parameters by their first use, the latest first.
+
+    The parameter whose first use comes latest arrives first; of those first used together, the last
+    registered.
+    """
     first_use = {
         index: min(
             step

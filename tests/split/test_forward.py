@@ -1,4 +1,4 @@
-"""The sections of a forward give what the graph gives, bitwise, and how they are compiled."""
+"""The sections of a forward give the results of the whole graph, bitwise; how they are compiled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.errors import Reason
-from ddpopt.split import section_compiler
 from ddpopt.split.cut import Section
 from ddpopt.split.facts import read_forward
 from ddpopt.split.forward import copy_for_cutting, make_stitched_graph
 from ddpopt.split.nodes import call_nodes
-from tests.split.test_forward_sections import Capture, forward_of
+from tests.support.graphs import Capture, forward_of
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 
 
@@ -58,6 +57,18 @@ def _run(gm: torch.nn.Module, inputs: list[Any]) -> list[torch.Tensor]:
     return [*outputs, *(g for g in grads if g is not None)]
 
 
+def _write_in_place(values: list[torch.Tensor]) -> torch.Tensor:
+    """Write to the second value in place, and return the last one."""
+    values[1].add_(values[-1])
+    return values[-1]
+
+
+def _write_through_a_view(values: list[torch.Tensor]) -> torch.Tensor:
+    """Write to a column of the second value in place, and return one made of the last."""
+    values[1][:, 0].mul_(2)
+    return values[-1] + 1
+
+
 OPERATIONS = (
     lambda p, values: values[-1] @ p,
     lambda p, values: values[-1].relu(),
@@ -67,8 +78,8 @@ OPERATIONS = (
     lambda p, values: torch.stack([values[-1], values[0]]).sum(0),
     lambda p, values: values[-1].t(),
     lambda p, values: values[-1].max(dim=1, keepdim=True)[0] * values[-1],
-    lambda p, values: (values[1].add_(values[-1]), values[-1])[1],
-    lambda p, values: (values[1][:, 0].mul_(2), values[-1] + 1)[1],
+    lambda p, values: _write_in_place(values),
+    lambda p, values: _write_through_a_view(values),
 )
 
 
@@ -77,7 +88,7 @@ OPERATIONS = (
 def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
     chosen: list[int], data: st.DataObject
 ) -> None:
-    """Outputs and gradients, for random chains with random skips and any set of legal cuts."""
+    """Outputs and gradients are equal, for random chains with random skips and any legal cuts."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         values = [x @ p[0], x * 2, x @ p[1]]  # the second is written to in place
@@ -124,7 +135,7 @@ def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
         torch.testing.assert_close(split, whole, rtol=0, atol=0)
 
 
-def test_the_given_graph_is_left_as_it_is() -> None:
+def test_dynamos_graph_is_left_as_it_is() -> None:
     """Dynamo goes on using it."""
     capture = _capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
     before = capture.gm.print_readable(print_output=False)
@@ -135,7 +146,7 @@ def test_the_given_graph_is_left_as_it_is() -> None:
 
 
 def test_sections_carry_dynamos_metadata() -> None:
-    """Sources of parameters, None for what another section computed, and the compile id."""
+    """They have sources of parameters, None for values of another section, and the compile id."""
     capture = _capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
     section = _split_at(capture, [1]).get_submodule("submod_1")
     sources = [n._dynamo_source for n in section.graph.find_nodes(op="placeholder")]
@@ -145,7 +156,7 @@ def test_sections_carry_dynamos_metadata() -> None:
 
 
 def test_a_higher_order_ops_body_keeps_its_own_metadata() -> None:
-    """A checkpoint's policy lives there."""
+    """The policy of a checkpoint lives there."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.utils.checkpoint.checkpoint(lambda v: (v @ p[0]).relu(), x, use_reentrant=False)
@@ -160,7 +171,7 @@ def test_a_higher_order_ops_body_keeps_its_own_metadata() -> None:
 
 
 def test_symbolic_sizes_become_inputs_of_the_sections_that_need_them() -> None:
-    """Both as values and as sizes of tensors."""
+    """They are needed both as values and as sizes of tensors."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         return ((x @ p[0]).reshape(x.shape[0] * 2, 2).relu().reshape(x.shape[0], 4)) @ p[1]
@@ -197,13 +208,13 @@ def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
     inputs = batches(0, [(2, 64)] * 3)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
-    (said,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
-    assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in said
+    (text,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
+    assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in text
     assert not ddpopt.explain(ddp).cuts[0].sections
 
 
 def test_what_fails_whole_too_raises_what_the_unsplit_compile_raises(one_rank: None) -> None:
-    """And nothing about sections."""
+    """The error says nothing about sections."""
     raised = []
     for enabled in (True, False):
         torch._dynamo.reset()
@@ -241,7 +252,7 @@ def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_r
 
 
 def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) -> None:
-    """Also when backward runs for some sections only, and in an order of its own."""
+    """It does also when backward runs for some sections only, and in another order."""
     seen: list[tuple[int, int]] = []
 
     def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -270,7 +281,7 @@ def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) ->
     second.sum().backward()
     assert len(seen) == len(ddpopt.explain(ddp).cuts[0].sections) >= 2
     assert len({n for n, _ in seen}) > 1, "the sections must differ for this test to mean anything"
-    assert all(given == recorded for given, recorded in seen)
+    assert all(num_inputs == num_recorded for num_inputs, num_recorded in seen)
 
 
 class _Summing(MLP):
@@ -346,38 +357,3 @@ def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: N
             for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
                 torch.testing.assert_close(actual.grad, expected.grad)
     assert counters["inductor"]["fxgraph_cache_hit"] > 0
-
-
-@pytest.mark.parametrize("split", ["forward", "backward"])
-def test_a_long_compile_tells_which_section_it_is_at(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
-) -> None:
-    """And a short one tells nothing."""
-    said: list[str] = []
-    monkeypatch.setattr(
-        section_compiler._logs, "progress", lambda text, *args: said.append(text % args)
-    )
-    options = {"inner": "aot_eager", "split": split}
-    for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
-        monkeypatch.setattr(section_compiler, "_QUIET_S", quiet_s)
-        torch._dynamo.reset()
-        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-        compiled = torch.compile(ddp, backend="ddpopt", options=options)
-        compiled(torch.randn(2, 64)).sum().backward()
-        assert [line.partition(": ")[2].partition(",")[0] for line in said] == [
-            f"compiling section {k} of 3" for k in expected
-        ]
-
-
-def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A hundred sections of half a second each: from the third second on, every sixth."""
-    told: list[int] = []
-    monkeypatch.setattr(section_compiler._logs, "progress", lambda *args: told.append(args[2]))
-    seconds = iter(range(1000))
-    monkeypatch.setattr(section_compiler.time, "monotonic", lambda: next(seconds) / 2)
-    compiler = section_compiler.SectionCompiler("0/0", 100, _began_s=0.0)
-    for index in range(100):
-        compiler.compile(index, "", lambda: None)
-    assert told == list(range(7, 101, 6))

@@ -11,6 +11,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.split import compiler, gates, state
+from tests.support.cuts import only_cut
 from tests.support.device import DEVICE
 from tests.support.models import MLP, batches, twins
 from tests.support.ranks import Ranks
@@ -65,8 +67,8 @@ MODELS: list[Callable[[], nn.Module]] = [lambda: MLP(4, SIZE), Sums, Broken]
 each_model = pytest.mark.parametrize("model", MODELS, ids=["chain", "sums", "graph breaks"])
 
 
-def _twins(model: nn.Module) -> tuple[Any, Any, Any]:
-    """Return eager DDP, and a DDP whose buckets have settled with its compiled form."""
+def _settled_pair(model: nn.Module) -> tuple[Any, Any, Any]:
+    """Return eager DDP, and another DDP whose buckets have settled, with its compiled form."""
     eager, ddp = twins(model, **CAP)
     compiled = torch.compile(
         ddp, backend="ddpopt", options={"split": "backward", "inner": "aot_eager"}
@@ -95,13 +97,13 @@ def _named_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _by_section(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
     """Return the parameters of a module's only graph by the section that releases them."""
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     return [[ddp.module.get_parameter(n) for n in s.parameters] for s in cut.sections]
 
 
 def _assert_same(run: Callable[[Any, Any], Any], model: nn.Module) -> None:
     """Compare what `run` returns, and the gradients that it leaves, with eager DDP."""
-    eager, ddp, compiled = _twins(model)
+    eager, ddp, compiled = _settled_pair(model)
     expected = run(eager, eager)
     torch.testing.assert_close(run(ddp, compiled), expected)
     torch.testing.assert_close(_named_gradients(ddp), _named_gradients(eager))
@@ -114,7 +116,7 @@ def _assert_same(run: Callable[[Any, Any], Any], model: nn.Module) -> None:
 def test_a_retained_graph_runs_backward_again(
     one_rank: None, model: Callable[[], nn.Module]
 ) -> None:
-    """Three times, with the same gradients each time."""
+    """It runs three times, with the same gradients each time."""
 
     def run(_: Any, forward: Any) -> None:
         loss = _loss(forward(_input()))
@@ -125,8 +127,8 @@ def test_a_retained_graph_runs_backward_again(
 
 
 def test_a_graph_that_was_not_retained_says_so(one_rank: None) -> None:
-    """As unsplit, also when only the first section ran."""
-    _, ddp, compiled = _twins(MLP(4, SIZE))
+    """It does as unsplit, also when only the first section ran."""
+    _, ddp, compiled = _settled_pair(MLP(4, SIZE))
     loss = _loss(compiled(_input()))
     torch.autograd.grad(loss, _by_section(ddp)[0])
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
@@ -149,7 +151,7 @@ def test_forwards_may_be_outstanding_and_run_backward_in_any_order(
 
 
 def test_one_backward_goes_through_several_forwards(one_rank: None) -> None:
-    """Beside each other and through each other."""
+    """They are used beside each other and through each other."""
 
     def run(ddp: Any, forward: Any) -> torch.Tensor:
         x = _input()
@@ -189,7 +191,7 @@ def test_a_backward_may_run_inside_a_backward(one_rank: None) -> None:
 
 
 def test_a_hook_between_sections_may_run_the_same_backward(one_rank: None) -> None:
-    """To its end, while the outer one has sections to go."""
+    """It runs to its end, while the outer one has sections to go."""
 
     def run(ddp: Any, forward: Any) -> list[Any]:
         parameters = list(ddp.parameters())
@@ -209,28 +211,33 @@ def test_a_hook_between_sections_may_run_the_same_backward(one_rank: None) -> No
 
 
 def test_threads_run_backward_at_the_same_time(one_rank: None) -> None:
-    """Of two models that share compiled code, each in two threads."""
-    trained = [_twins(MLP(4, SIZE)) for _ in range(2)]
-    wrong: list[int] = []
-    lock = threading.Lock()  # for DDP's forward, whose active module is global
+    """Two models that share compiled code run it in two threads each, which begin together."""
+    pairs = [_settled_pair(MLP(4, SIZE)) for _ in range(2)]
+    num_threads, num_rounds = 4, 20
+    forward_lock = threading.Lock()  # for DDP's forward, whose active module is global
+    all_ready = threading.Barrier(num_threads)
 
-    def work(index: int) -> None:
-        eager, ddp, compiled = trained[index % 2]
-        with lock:
-            expected = torch.autograd.grad(_loss(eager(_input())), list(eager.parameters()))
-        for _ in range(20):
-            with lock:
-                loss = _loss(compiled(_input()))
-            actual = torch.autograd.grad(loss, list(ddp.parameters()))
-            if not all(map(torch.allclose, actual, expected)):
-                wrong.append(index)
+    def work(index: int) -> int:
+        eager, ddp, compiled = pairs[index % 2]
+        num_right = 0
+        try:
+            with forward_lock:
+                expected = torch.autograd.grad(_loss(eager(_input())), list(eager.parameters()))
+            for _ in range(num_rounds):
+                with forward_lock:
+                    loss = _loss(compiled(_input()))
+                all_ready.wait(timeout=300)
+                gradients = torch.autograd.grad(loss, list(ddp.parameters()))
+                num_right += all(map(torch.allclose, gradients, expected))
+        except BaseException:
+            all_ready.abort()  # else the others wait for this thread
+            raise
+        return num_right
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(num_threads) as pool:
+        futures = [pool.submit(work, index) for index in range(num_threads)]
+    assert [future.exception() for future in futures] == [None] * num_threads
+    assert [future.result() for future in futures] == [num_rounds] * num_threads
 
 
 # ---- Backward in part -------------------------------------------------------------------------
@@ -240,18 +247,18 @@ def test_threads_run_backward_at_the_same_time(one_rank: None) -> None:
 def test_gradients_can_be_asked_for_in_any_combination(
     one_rank: None, model: Callable[[], nn.Module]
 ) -> None:
-    """Of parameters and of the input; only the sections up to the last one run."""
+    """Each pair of parameters and the input is asked for; only sections up to the last one run."""
 
     def run(ddp: Any, forward: Any) -> list[Any]:
         x = _input()
         wanted = [x, *ddp.parameters()]
         with ddp.no_sync():
             loss = _loss(forward(x))
-            found: list[Any] = []
+            gradients: list[Any] = []
             for pair in itertools.combinations(wanted, 2):
-                found += torch.autograd.grad(loss, pair, retain_graph=True)
+                gradients += torch.autograd.grad(loss, pair, retain_graph=True)
             loss.backward(inputs=wanted[2:4])
-        return found
+        return gradients
 
     _assert_same(run, model())
 
@@ -260,8 +267,8 @@ def test_gradients_can_be_asked_for_in_any_combination(
 def test_differentiating_any_sections_gradient_is_refused(
     one_rank: None, of_parameters: bool
 ) -> None:
-    """In AOTAutograd's words, rather than with the wrong second derivative."""
-    _, ddp, compiled = _twins(MLP(4, SIZE))
+    """The error has AOTAutograd's words; else the second derivative would be wrong."""
+    _, ddp, compiled = _settled_pair(MLP(4, SIZE))
     parameters = list(ddp.parameters())
     with ddp.no_sync():
         loss = _loss(compiled(_input()))
@@ -278,7 +285,7 @@ def test_differentiating_any_sections_gradient_is_refused(
 
 @each_model
 def test_hooks_may_write_to_gradients(one_rank: None, model: Callable[[], nn.Module]) -> None:
-    """Before accumulation and after; eager DDP, whose gradients may share memory, must copy."""
+    """They do before and after accumulation; eager DDP's, which may share memory, have to copy."""
 
     def double(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * 2
@@ -304,8 +311,8 @@ def test_hooks_may_write_to_gradients(one_rank: None, model: Callable[[], nn.Mod
 def test_no_section_reads_or_writes_a_gradient_that_was_handed_out(
     one_rank: None, model: Callable[[], nn.Module]
 ) -> None:
-    """Whatever a hook writes to one section's gradients, it stays, and others' are as ever."""
-    eager, ddp, compiled = _twins(model())
+    """A hook's writes to one section's gradients stay, and the other sections' are as ever."""
+    eager, ddp, compiled = _settled_pair(model())
     sections = _by_section(ddp)
     with ddp.no_sync(), eager.no_sync():
         _loss(eager(_input())).backward()
@@ -340,15 +347,15 @@ def test_parameters_may_be_updated_as_soon_as_their_gradient_is_there(one_rank: 
 
 
 def test_a_model_can_be_copied_between_forward_and_backward(one_rank: None) -> None:
-    """And the copy trains on its own."""
-    eager, ddp, compiled = _twins(MLP(4, SIZE))
+    """The copy trains by itself."""
+    eager, ddp, compiled = _settled_pair(MLP(4, SIZE))
     loss = _loss(compiled(_input()))
     copied = copy.deepcopy(ddp.module)
     loss.backward()
     _loss(eager(_input())).backward()
     torch.testing.assert_close(_named_gradients(ddp), _named_gradients(eager))
     assert not _named_gradients(copied)
-    _, copied_ddp, compiled_copy = _twins(copied)
+    _, copied_ddp, compiled_copy = _settled_pair(copied)
     _loss(compiled_copy(_input())).backward()
     torch.testing.assert_close(_named_gradients(copied_ddp), _named_gradients(eager))
 
@@ -372,7 +379,7 @@ def _num_alive(references: Sequence[StorageWeakRef]) -> int:
 
 def test_saved_tensors_are_freed_after_their_last_section(one_rank: None) -> None:
     """Each section's hooks find fewer of them, and the last one's find none."""
-    _, ddp, compiled = _twins(MLP(4, SIZE))
+    _, ddp, compiled = _settled_pair(MLP(4, SIZE))
     output = compiled(_input())
     saved = _saved_activations(output)
     loss = _loss(output)
@@ -422,7 +429,7 @@ def test_an_abandoned_backward_keeps_nothing_and_the_next_step_is_right(
     one_rank: None, abandon: Callable[[DistributedDataParallel, torch.Tensor], None]
 ) -> None:
     """An error is the hook's own, unchanged; all that was saved is freed."""
-    eager, ddp, compiled = _twins(MLP(4, SIZE))
+    eager, ddp, compiled = _settled_pair(MLP(4, SIZE))
 
     def step() -> list[StorageWeakRef]:
         output = compiled(_input())
@@ -461,7 +468,7 @@ def test_the_default_dtype_may_change_before_backward(one_rank: None) -> None:
 def test_the_token_is_a_number_where_new_memory_is_filled_with_nan(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As deterministic algorithms fill it; Inductor's `nan_asserts` look at each input."""
+    """Deterministic algorithms fill it so, and Inductor's `nan_asserts` look at each input."""
     tokens: list[torch.Tensor] = []
 
     class Watched(gates.GatedGraph):
@@ -475,7 +482,7 @@ def test_the_token_is_a_number_where_new_memory_is_filled_with_nan(
     monkeypatch.setattr(compiler, "GatedGraph", Watched)
     torch.use_deterministic_algorithms(True)
     try:
-        _twins(MLP(4, SIZE))
+        _settled_pair(MLP(4, SIZE))
     finally:
         torch.use_deterministic_algorithms(False)
     assert tokens

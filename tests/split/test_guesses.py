@@ -1,4 +1,4 @@
-"""Models with which a gradient could be moved or cut on a guess: all train as eager's."""
+"""A property of all of `split`: models in which a guess would cut wrongly train as eager's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import ddpopt
 from ddpopt._torch.names import installed_release
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward import Flow, SectionGraph, compile_backward_sections
-from ddpopt.split.cut import Cut
 from ddpopt.split.facts import read_backward, read_forward, refuse_linked_calls
+from tests.support.algorithms import flat_weights
+from tests.support.cuts import only_cut
 from tests.support.models import assert_equal_states, state_of, twins
 from tests.support.ranks import Ranks
 from tests.support.releases import needs_delayed_parameters
@@ -96,7 +97,7 @@ class _ReturnsJagged(Layers):
 
 
 class _ReturnsJaggedBesideEffect(_ReturnsJagged):
-    """Which torch can compile only once: the second time its sizes have other symbols."""
+    """A model that torch can compile only once: its sizes have other symbols the second time."""
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return _Solved.apply(x)
@@ -156,11 +157,6 @@ def _compile(ddp: nn.Module, split: str = "auto", inner: str = "aot_eager") -> A
     return torch.compile(ddp, backend="ddpopt", options={"split": split, "inner": inner})
 
 
-def _cut(ddp: DistributedDataParallel) -> Cut:
-    (cut,) = ddpopt.explain(ddp).cuts
-    return cut
-
-
 # Before torch 2.13 AOTAutograd does not link effects in a backward by tokens.
 _IN_BACKWARD = Reason.EFFECTS if installed_release() >= (2, 13) else "backward"
 
@@ -191,46 +187,46 @@ def test_gradients_are_those_of_eager_ddp(
     eager, ddp = twins(model(), **CAP)
     expected = backward if split == "auto" else forward
     assert_equal_states(_train(ddp, make_input, _compile(ddp, split)), _train(eager, make_input))
-    cut = _cut(ddp)
-    said = (cut.backward_fallback, cut.fallback)
-    assert expected in ((cut.split,) if said == (None, None) else said)
+    cut = only_cut(ddp)
+    reasons = (cut.backward_fallback, cut.fallback)
+    assert expected in ((cut.split,) if reasons == (None, None) else reasons)
     if cut.fallback is None:
         assert len(cut.sections) == 3
         assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
-        own = [r for r in caplog.records if "ddpopt" in r.name]
-        assert not [r for r in own if r.levelno >= logging.WARNING]
+        records = [r for r in caplog.records if "ddpopt" in r.name]
+        assert not [r for r in records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["effect", "effect in backward"])
 def test_gradients_are_those_of_eager_ddp_with_inductor(one_rank: None, name: str) -> None:
-    """Which takes effect tokens out of the graphs."""
+    """Inductor takes effect tokens out of the graphs."""
     model, make_input, expected, _ = _MODELS[name]
     eager, ddp = twins(model(), **CAP)
     trained = _train(ddp, make_input, _compile(ddp, inner="inductor"))
     assert_equal_states(trained, _train(eager, make_input))
-    assert expected in (_cut(ddp).backward_fallback, _cut(ddp).split)
+    assert expected in (only_cut(ddp).backward_fallback, only_cut(ddp).split)
 
 
 def test_descriptions_that_do_not_match_are_a_named_reason(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then the forward is cut, whose sections need none."""
+    """The forward is cut then, whose sections need none."""
     eager, ddp = twins(Layers(), **CAP)
     read = fx.Graph.find_nodes
 
     def with_stale_description(graph: fx.Graph, **wanted: Any) -> Any:
-        found = read(graph, **wanted)
-        for node in found if wanted["op"] == "output" else ():
+        nodes = read(graph, **wanted)
+        for node in nodes if wanted["op"] == "output" else ():
             if "desc" in node.meta:
                 node.meta["desc"] = [*node.meta["desc"], *node.meta["desc"][:1]]
-        return found
+        return nodes
 
     monkeypatch.setattr(fx.Graph, "find_nodes", with_stale_description)
     trained = _train(ddp, _input, _compile(ddp))
     monkeypatch.undo()
     assert_equal_states(trained, _train(eager, _input))
-    assert _cut(ddp).backward_fallback is Reason.NOT_DESCRIBED
+    assert only_cut(ddp).backward_fallback is Reason.NOT_DESCRIBED
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
@@ -251,7 +247,7 @@ def test_an_operator_that_only_draws_is_called_as_often_as_unsplit(
     drawn.clear()
     assert_equal_states(trained, _train(eager, _input))
     assert compiled_drew == drawn == [2, 1] * 3
-    assert len(_cut(ddp).sections) == 3
+    assert len(only_cut(ddp).sections) == 3
 
 
 def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited: str) -> float:
@@ -273,7 +269,7 @@ def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited
             compiled(_input(10 * step + rank))[0].backward()
             dist.barrier()  # DDP does not wait for the delayed allreduce
             optimizer.step()
-        states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        states.append(flat_weights(model))
     gathered = [torch.empty_like(states[0]) for _ in range(2)]
     dist.all_gather(gathered, states[0])
     assert torch.equal(*gathered), "ranks have drifted apart"
@@ -294,7 +290,7 @@ def test_delayed_gradients_are_final_before_ddp_reduces_them(
 
 
 def test_calls_on_streams_of_their_own_are_not_cut(one_rank: None) -> None:
-    """Of a backward for a named reason, of a forward nowhere: each call has to keep its place."""
+    """Each keeps its place: a backward has a named reason, and no cut of a forward is legal."""
     torch._dynamo.variables.streams  # noqa: B018  # which defines the operators
     graph = fx.Graph()
     x = graph.placeholder("x")

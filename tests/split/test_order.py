@@ -1,6 +1,7 @@
-"""What a hook finds: all effects and reads that stand before a gradient's release came before it.
+"""A property of all of `split`: a hook that gets a gradient runs after all that stood before it.
 
-Each case trains a model with hooks that read or write what a backward writes or reads.
+So the effects and reads of the uncut backward before that point have been done. Each case trains a
+model with hooks that read or write what a backward writes or reads.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ddpopt
 from ddpopt.errors import Reason
 from ddpopt.split import compiler
 from ddpopt.split.sections import BackwardSections, choose_backward_sections
 from tests.support.backward_functions import NotesOwnSizeOfWeight, NotesSize
+from tests.support.cuts import only_cut
 from tests.support.models import assert_equal_states, twins
 
 SIZE = 16
@@ -133,16 +134,16 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
 
 def _train(ddp: DistributedDataParallel, model: Any) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for step in range(3):
         optimizer.zero_grad()
         inputs = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(step))
         model(inputs).square().mean().backward()
         for name, parameter in ddp.module.named_parameters():
             if parameter.grad is not None:
-                found[f"{step} {name}"] = parameter.grad.clone()
+                gradients[f"{step} {name}"] = parameter.grad.clone()
         optimizer.step()
-    return found | {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
+    return gradients | {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
 
 
 def _compile(ddp: nn.Module, split: str, inner: str = "aot_eager") -> Any:
@@ -152,10 +153,10 @@ def _compile(ddp: nn.Module, split: str, inner: str = "aot_eager") -> Any:
 def _check(name: str, split: str, inner: str) -> None:
     kind, hook = CASES[name]
     eager, ddp = twins(kind(), **CAP)
-    for each in (eager, ddp):
-        hook(each.module)
+    for model in (eager, ddp):
+        hook(model.module)
     assert_equal_states(_train(ddp, _compile(ddp, split, inner)), _train(eager, eager))
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert cut.fallback is None
     assert cut.backward_fallback is None
     assert len(cut.sections) >= 3
@@ -178,7 +179,7 @@ def test_hooks_find_what_they_find_in_eager(one_rank: None, name: str, split: st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_hooks_find_what_they_find_in_eager_with_inductor(one_rank: None, name: str) -> None:
-    """Whose graphs are decomposed, and recompute what is cheap."""
+    """Inductor's graphs are decomposed, and recompute what is cheap."""
     _check(name, "auto", "inductor")
 
 
@@ -187,15 +188,15 @@ def test_a_cut_without_snapshots_is_not_accepted(
 ) -> None:
     """The proof finds that a call of the forward would read what a hook may have written."""
 
-    def plan_without(*given: Any) -> BackwardSections:
-        cuts = choose_backward_sections(*given)
+    def plan_without(*arguments: Any) -> BackwardSections:
+        cuts = choose_backward_sections(*arguments)
         assert cuts.late_forward_reads
         return dataclasses.replace(cuts, late_forward_reads={})
 
     monkeypatch.setattr(compiler, "choose_backward_sections", plan_without)
     ddp = DistributedDataParallel(Shifts(), **CAP)
     _train(ddp, _compile(ddp, "auto"))
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert cut.fallback is Reason.NOT_PROVEN
     assert "stands before the release" in cut.detail
 
@@ -203,7 +204,7 @@ def test_a_cut_without_snapshots_is_not_accepted(
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_comm_hook_finds_what_backward_noted_before(one_rank: None, split: str) -> None:
     """It skips the bucket if the layer's own backward has not noted anything yet."""
-    found = []
+    results = []
     for is_compiled in (True, False):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Layers(), **CAP)
@@ -218,8 +219,8 @@ def test_a_comm_hook_finds_what_backward_noted_before(one_rank: None, split: str
 
         hook.__annotations__.clear()  # DDP compares types with its own, and they are strings here
         ddp.register_comm_hook(None, hook)
-        found.append(_train(ddp, _compile(ddp, split) if is_compiled else ddp))
-    assert_equal_states(*found)
+        results.append(_train(ddp, _compile(ddp, split) if is_compiled else ddp))
+    assert_equal_states(*results)
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])

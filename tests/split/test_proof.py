@@ -15,7 +15,6 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split import compiler
 from ddpopt.split.arrival import final_positions
@@ -25,7 +24,8 @@ from ddpopt.split.facts import read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
-from tests.split.test_backward_sections import buckets_of, cut_of
+from tests.support.cuts import only_cut
+from tests.support.graphs import buckets_of, cut_from_sections
 from tests.support.models import MLP, WIDTH
 
 _aten = torch.ops.aten
@@ -61,7 +61,7 @@ class Backward(NamedTuple):
 Call = tuple[Callable[..., Any], tuple[int, ...]]
 
 
-def _cut(
+def _cut_backward(
     calls: Sequence[Call],
     gradients: Sequence[int],
     buckets: Sequence[Sequence[int]],
@@ -95,7 +95,7 @@ def _cut(
         )
     except NotCutError:
         return None
-    cut = cut_of(cuts, arrival=tuple(parameters.values()))
+    cut = cut_from_sections(cuts, arrival=tuple(parameters.values()))
     return Backward(gm, cut, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
 
 
@@ -110,7 +110,7 @@ def _example() -> Backward:
         (_TELL, (6,)),
         (_aten.add.Tensor, (8, 4)),
     ]
-    backward = _cut(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
+    backward = _cut_backward(calls, [4, 7, 9], [[0], [1], [2]], saved={"saved_0": 2})
     assert backward is not None
     assert len(backward.sections) == 3
     return backward
@@ -211,11 +211,11 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
 
 @pytest.mark.parametrize("mutation", _MUTATIONS)
 def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> None:
-    """And what they do rightly is accepted."""
+    """The sections before the change are accepted."""
     right = _example()
     right.validate()
-    mutate, said = _MUTATIONS[mutation]
-    with pytest.raises(NotCutError, match=said):
+    mutate, message = _MUTATIONS[mutation]
+    with pytest.raises(NotCutError, match=message):
         mutate(right).validate()
 
 
@@ -232,7 +232,7 @@ def _noting(**forgotten: Any) -> Backward:
         (_aten.mm.default, (5, 2)),  # gradient 2
         (_aten.copy_.default, (0, 3)),
     ]
-    backward = _cut(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
+    backward = _cut_backward(calls, [4, 6, 7], [[0], [1], [2]], saved={"saved_0": 9}, **forgotten)
     assert backward is not None
     return backward
 
@@ -286,7 +286,7 @@ def _backwards(draw: st.DrawFn) -> Backward:
         memory.append(memory[sources[0]] if is_view else len(memory))
     # A gradient that is a parameter itself would not be proven; no derivative is one.
     assume(not any(f"saved_{memory[value]}" in saved for value in gradients))
-    backward = _cut(calls, gradients, buckets, num_inputs, saved)
+    backward = _cut_backward(calls, gradients, buckets, num_inputs, saved)
     assume(backward is not None)
     assert backward is not None
     return backward
@@ -374,13 +374,14 @@ class Forward(NamedTuple):
 
 @pytest.fixture
 def forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Forward:
-    found: list[Forward] = []
-    monkeypatch.setattr(compiler, "prove_forward", lambda *given: found.append(Forward(*given)))
+    """The forward of `_Model` with its sections, which are proven."""
+    proven: list[Forward] = []
+    monkeypatch.setattr(compiler, "prove_forward", lambda *cut: proven.append(Forward(*cut)))
     ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.03)
     monkeypatch.setattr(compiler, "compile_forward_sections", _compile_nothing)
     options = {"split": "forward", "inner": "eager"}
     torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH))
-    (captured,) = found
+    (captured,) = proven
     prove_forward(*captured)
     return captured
 
@@ -420,7 +421,7 @@ def _return_another(forward: Forward) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutate", "said"),
+    ("mutate", "message"),
     [
         (lambda f: _drop_named(f, "relu"), "other values|differ"),
         (lambda f: _drop_named(f, "add_"), "other values|differ"),
@@ -431,10 +432,10 @@ def _return_another(forward: Forward) -> None:
     ],
 )
 def test_what_the_sections_of_a_forward_do_wrongly_is_found(
-    forward: Forward, mutate: Callable[[Forward], None], said: str
+    forward: Forward, mutate: Callable[[Forward], None], message: str
 ) -> None:
     mutate(forward)
-    with pytest.raises(NotCutError, match=said):
+    with pytest.raises(NotCutError, match=message):
         prove_forward(*forward)
 
 
@@ -456,7 +457,7 @@ def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
 def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, split: str
 ) -> None:
-    """It names the difference, and asks for a report."""
+    """The warning names the difference, and asks for a report."""
 
     def refuse(*_: Any) -> None:
         raise NotCutError(Reason.NOT_PROVEN, "section 3 is another's")
@@ -466,7 +467,8 @@ def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     options = {"split": split, "inner": "aot_eager"}
     torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
-    (cut,) = ddpopt.explain(ddp).cuts
+    cut = only_cut(ddp)
     assert cut.fallback is Reason.NOT_PROVEN
-    (said,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]
-    assert (said.levelname, "section 3 is another's" in said.getMessage()) == ("WARNING", True)
+    (record,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert "section 3 is another's" in record.getMessage()

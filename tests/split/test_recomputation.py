@@ -1,4 +1,4 @@
-"""Which code runs when a checkpoint recomputes a compiled region."""
+"""A checkpoint recomputes a compiled region with the code of its forward (`split/runner.py`)."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: 
         _step(slice(None))
 
 
-def test_it_is_right_where_the_layer_that_breaks_the_graph_is_not_compiled(one_rank: None) -> None:
-    """As the message says."""
+def test_gradients_are_right_where_the_layer_that_breaks_the_graph_is_not_compiled(
+    one_rank: None,
+) -> None:
+    """The message of the refusal advises it."""
     eager, ddp = _step(slice(0)), _step(slice(1))
     assert [len(cut.sections) for cut in ddpopt.explain(ddp).cuts] == [2]
     for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""What runs at every step: arrival order in the first iterations, and models that share code."""
+"""The code that runs at every step: arrival order at first, and models that share a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -21,6 +20,8 @@ from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt.errors import Reason
 from ddpopt.split import runner
+from tests.support.buckets import rebuilt_buckets
+from tests.support.cuts import only_cut
 from tests.support.models import (
     CHANGES,
     MLP,
@@ -58,7 +59,7 @@ def test_the_first_gradients_arrive_in_the_planned_order(
         was_rebuilt = ddp._has_rebuilt_buckets
         arrived.clear()
         compiled(x).sum().backward()
-        (cut,) = ddpopt.explain(ddp).cuts
+        cut = only_cut(ddp)
         assert cut.split == split
         if not was_rebuilt and not ddp._has_rebuilt_buckets:
             assert arrived == [p.name for p in cut.arrival]
@@ -82,25 +83,13 @@ def test_a_copy_of_a_trained_module_is_at_its_beginning(
         arrived.clear()
         compiled(x).sum().backward()
         will_rebuild.append(_torch.will_rebuild_buckets(ddp))
-        (cut,) = ddpopt.explain(ddp).cuts
+        cut = only_cut(ddp)
         if len(will_rebuild) == 1:
             assert arrived == [p.name for p in cut.arrival]
     assert will_rebuild[0]
     assert not will_rebuild[-1]
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
     assert not _torch.will_rebuild_buckets(original)
-
-
-def test_a_copy_has_no_comm_hook(one_rank: None) -> None:
-    """DDP copies the list of hooks, and registers none of them with the new Reducer."""
-    original = DistributedDataParallel(MLP())
-    state: list[int] = []
-    original.register_comm_hook(state, default_hooks.fp16_compress_hook)
-    assert _torch.has_comm_hook(original)
-    assert _torch.hook_states(original) == [state]
-    ddp = copy.deepcopy(original)
-    assert not _torch.has_comm_hook(ddp)
-    assert _torch.hook_states(ddp) == []
 
 
 def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
@@ -111,10 +100,7 @@ def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
         assert ddp._has_rebuilt_buckets
     assert ddpopt.explain(second).cuts == ddpopt.explain(first).cuts != ()
-    reported = [
-        d._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"] for d in (first, second)
-    ]
-    assert reported[0] == reported[1]
+    assert rebuilt_buckets(first) == rebuilt_buckets(second) != []
 
 
 @pytest.mark.parametrize("num_before", [0, 2], ids=["at first", "after two steps"])
@@ -139,8 +125,8 @@ def test_a_module_that_changes_once_ddp_was_made_keeps_its_buckets(
     if num_before:
         inputs = batches(0, [(2, WIDTH)] * num_before)
         assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    for each in (eager, ddp):
-        change(each.module)
+    for model in (eager, ddp):
+        change(model.module)
     inputs = batches(0, [(2, WIDTH)] * 4 + [(3, WIDTH)] * 2)
     assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
     *_, cut = ddpopt.explain(ddp).cuts
@@ -151,8 +137,8 @@ def test_a_module_that_changes_once_ddp_was_made_keeps_its_buckets(
         assert sorted(k for s in cut.sections for k in s.completes) == [
             bucket.index for bucket in cut.buckets
         ]
-    real = [[p.index for p in bucket.parameters] for bucket in cut.buckets]
-    assert [sorted(b) for b in real] == [sorted(b) for b in _torch.final_buckets(ddp)]
+    planned = [[p.index for p in bucket.parameters] for bucket in cut.buckets]
+    assert [sorted(b) for b in planned] == [sorted(b) for b in _torch.final_buckets(ddp)]
     assert [r for r in caplog.records if "ddpopt" in r.name and r.levelname == "WARNING"] == []
 
 
@@ -180,16 +166,18 @@ def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(second, inputs), train(eager, inputs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    (ours,), (theirs,) = ddpopt.explain(second).cuts, ddpopt.explain(first).cuts
-    assert [p.name for p in ours.arrival] == [f"inner.{p.name}" for p in theirs.arrival]
-    assert set(ours.arrival) <= set(_torch.reducer_parameters(second).values())
-    assert [p.name for b in ours.buckets for p in b.parameters] == [p.name for p in ours.arrival]
-    assert [s.parameters for s in ours.sections] == [
-        tuple(f"inner.{name}" for name in s.parameters) for s in theirs.sections
+    bigger, inner = only_cut(second), only_cut(first)
+    assert [p.name for p in bigger.arrival] == [f"inner.{p.name}" for p in inner.arrival]
+    assert set(bigger.arrival) <= set(_torch.reducer_parameters(second).values())
+    assert [p.name for b in bigger.buckets for p in b.parameters] == [
+        p.name for p in bigger.arrival
     ]
-    assert [s.completes for s in ours.sections] == [s.completes for s in theirs.sections]
-    assert not _told_of_buckets(caplog)
-    assert not _warnings(caplog)
+    assert [s.parameters for s in bigger.sections] == [
+        tuple(f"inner.{name}" for name in s.parameters) for s in inner.sections
+    ]
+    assert [s.completes for s in bigger.sections] == [s.completes for s in inner.sections]
+    assert not _warnings_of_buckets(caplog)
+    assert not _warnings_of_uncompiled(caplog)
 
 
 def _compile_forward(module: nn.Module, split: str) -> nn.Module:
@@ -197,7 +185,7 @@ def _compile_forward(module: nn.Module, split: str) -> nn.Module:
     return module
 
 
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _warnings_of_uncompiled(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "compiled nothing" in r.getMessage()]
 
 
@@ -211,13 +199,13 @@ def test_a_bare_sequential_under_ddp_is_warned_about_once(
     """Dynamo compiles nothing there; the warning names the remedy, and the remedy works."""
     ddp = DistributedDataParallel(_sequential(), bucket_cap_mb=0.01)
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-    assert len(_warnings(caplog)) == 1
-    assert "DDP(torch.compile(model, backend='ddpopt'))" in _warnings(caplog)[0]
+    assert len(_warnings_of_uncompiled(caplog)) == 1
+    assert "DDP(torch.compile(model, backend='ddpopt'))" in _warnings_of_uncompiled(caplog)[0]
     assert not ddpopt.explain(ddp).cuts
 
     remedied = DistributedDataParallel(_compile(_sequential()), bucket_cap_mb=0.01)
     train(remedied, batches(0, [(2, WIDTH)] * 3))
-    assert len(_warnings(caplog)) == 1
+    assert len(_warnings_of_uncompiled(caplog)) == 1
     assert len(ddpopt.explain(remedied).cuts[0].sections) == 2
 
 
@@ -232,7 +220,7 @@ class _Mask(nn.Module):
 def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
     one_rank: None, caplog: pytest.LogCaptureFixture, is_evaluated_first: bool
 ) -> None:
-    """What is compiled uses no parameter, of which nobody claims that it is frozen or planned."""
+    """The compiled part uses no parameter, and none is said to be frozen or planned."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Mask(), nn.Linear(WIDTH, WIDTH))
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.01)
     compiled = _compile(ddp)
@@ -240,7 +228,7 @@ def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
         with torch.no_grad():
             compiled(torch.ones(2, WIDTH))
     train(ddp, batches(0, [(2, WIDTH)] * 4), compiled)
-    (text,) = _warnings(caplog)
+    (text,) = _warnings_of_uncompiled(caplog)
     assert "compiled nothing of what uses the 4 parameters of 0, 2 in this " in text
     assert "DDP(torch.compile(model, backend='ddpopt'))" in text
     explained = ddpopt.explain(ddp)
@@ -257,27 +245,27 @@ def test_of_a_sequential_with_blocks_the_warning_names_what_is_around_them(
     parts = [nn.Linear(WIDTH, WIDTH), MLP(2), MLP(2), nn.Sequential(nn.LayerNorm(WIDTH))]
     ddp = DistributedDataParallel(nn.Sequential(*parts), bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-    (text,) = _warnings(caplog)
+    (text,) = _warnings_of_uncompiled(caplog)
     assert "compiled nothing of what uses the 4 parameters of 0, 3.0 in this " in text
     blocks = DistributedDataParallel(nn.Sequential(MLP(2), MLP(2)), bucket_cap_mb=CAP)
     train(blocks, batches(0, [(2, WIDTH)] * 3), _compile(blocks))
-    assert len(_warnings(caplog)) == 1
+    assert len(_warnings_of_uncompiled(caplog)) == 1
 
 
 def test_parts_that_somebody_chose_to_compile_are_not_warned_about(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor are frozen parameters around them."""
+    """Frozen parameters around compiled parts are not warned about, either."""
     chosen = nn.Sequential(nn.Linear(WIDTH, WIDTH), _compile(MLP(2)))
     train(DistributedDataParallel(chosen), batches(0, [(2, WIDTH)] * 2))
     frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), MLP(2))
     ddp = DistributedDataParallel(frozen)
     train(ddp, batches(0, [(2, WIDTH)] * 2), _compile(ddp))
-    assert not _warnings(caplog)
+    assert not _warnings_of_uncompiled(caplog)
 
 
 class _AllBroken(MLP):
-    """Whose layers Dynamo is told not to compile."""
+    """A model whose layers Dynamo is told not to compile."""
 
     @torch._dynamo.disable
     def _run_layers(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,7 +280,7 @@ def test_a_model_whose_graphs_use_no_parameter_is_warned_about(
 ) -> None:
     ddp = DistributedDataParallel(_AllBroken())
     train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-    (text,) = _warnings(caplog)
+    (text,) = _warnings_of_uncompiled(caplog)
     assert "compiled nothing of what uses the 12 parameters in this " in text
     assert "TORCH_LOGS=graph_breaks,recompiles" in text
 
@@ -308,9 +296,9 @@ def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
     train(ddp, batches(0, [(2, WIDTH)] * 2))
     if names.installed_release() >= (2, 15):
         assert ddpopt.explain(ddp).cuts
-        assert not _warnings(caplog)
+        assert not _warnings_of_uncompiled(caplog)
     else:
-        (text,) = _warnings(caplog)
+        (text,) = _warnings_of_uncompiled(caplog)
         assert "torch.compile(part) does" in text
 
 
@@ -319,7 +307,7 @@ def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
 def test_dynamos_limit_is_named_where_it_is_why_nothing_was_compiled(
     one_rank: None, caplog: pytest.LogCaptureFixture, limit: str, is_inside: bool
 ) -> None:
-    """To each model of the class from there on, with its value and what to do; and that works."""
+    """Each model of the class is told from there on, with its value and what to do; that works."""
 
     def run(depth: int) -> DistributedDataParallel:
         module = _compile(MLP(depth)) if is_inside else MLP(depth)
@@ -330,20 +318,20 @@ def test_dynamos_limit_is_named_where_it_is_why_nothing_was_compiled(
     with torch._dynamo.config.patch({limit: 2}):
         for depth in (3, 4, 5, 6):
             run(depth)
-        texts = _warnings(caplog)
+        texts = _warnings_of_uncompiled(caplog)
         assert len(texts) == 2
         for text in texts:
             assert f"MLP.forward as often as torch._dynamo.config.{limit} allows (2)" in text
             assert "torch._dynamo.reset()" in text
         torch._dynamo.reset()
         assert ddpopt.explain(run(5)).cuts
-    assert len(_warnings(caplog)) == 2
+    assert len(_warnings_of_uncompiled(caplog)) == 2
 
 
-def test_no_such_warning_where_a_trainer_evaluates_first(
+def test_evaluating_first_is_not_warned_about_as_uncompiled(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through DDP, by a method that is not compiled."""
+    """The evaluation goes through DDP, by a method that is not compiled."""
 
     class Module(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -358,17 +346,19 @@ def test_no_such_warning_where_a_trainer_evaluates_first(
     with torch.no_grad():
         ddp.eval()(torch.randn(2, WIDTH))
     train(ddp.train(), batches(0, [(2, WIDTH)] * 2))
-    assert not _warnings(caplog)
+    assert not _warnings_of_uncompiled(caplog)
     assert ddpopt.explain(ddp).cuts
 
 
-def test_no_such_warning_without_ddpopt(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither for eager DDP nor for another backend."""
+def test_models_without_ddpopt_are_not_warned_about(
+    one_rank: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """These are eager DDP and another backend."""
     for backend in (None, "eager"):
         ddp = DistributedDataParallel(_sequential())
         compiled = torch.compile(ddp, backend=backend) if backend else ddp
         train(ddp, batches(0, [(2, WIDTH)] * 2), compiled)
-    assert not _warnings(caplog)
+    assert not _warnings_of_uncompiled(caplog)
 
 
 def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -> None:
@@ -376,12 +366,12 @@ def test_models_of_one_class_with_other_caps_do_not_share_code(one_rank: None) -
     for cap, sections in ((CAP, 3), (25, 0), (0.0157, 6), (CAP, 3)):
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap)
         train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
-        (cut,) = ddpopt.explain(ddp).cuts
+        cut = only_cut(ddp)
         assert len(cut.sections) == sections
 
 
 def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None) -> None:
-    """And keeps its first code for runs outside of DDP."""
+    """Its first code is kept for runs outside of DDP."""
     model = _compile(MLP())
     model(torch.randn(2, WIDTH)).sum().backward()
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
@@ -424,17 +414,14 @@ def test_buckets_other_than_planned_are_warned_about_with_the_first_parameter(
     x.sum().backward()
     for _ in range(3):
         compiled(torch.randn(2, WIDTH)).sum().backward()
-    said = [
-        r.getMessage() for r in caplog.records if "other buckets than planned" in r.getMessage()
-    ]
-    assert len(said) == 1
-    assert "layers.5.weight of graph 4/0 is in bucket 2" in said[0]
+    (text,) = _warnings_of_buckets(caplog)
+    assert "layers.5.weight of graph 4/0 is in bucket 2" in text
     explanation = ddpopt.explain(ddp)
     assert not all(bucket.is_as_planned for bucket in explanation.buckets)
     assert "DIFFERS" in str(explanation)
 
 
-class Blocks(nn.Module):
+class _LoopedBlocks(nn.Module):
     """Blocks of one class, which Dynamo compiles as one graph when the loop is not compiled."""
 
     def __init__(self, width: int) -> None:
@@ -454,7 +441,7 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
     one_rank: None, caplog: pytest.LogCaptureFixture, cap: float, sections: int, split: str
 ) -> None:
     """A small block is not cut, whatever bucket boundary of the whole model falls into it."""
-    eager, ddp = twins(Blocks(WIDTH), bucket_cap_mb=cap)
+    eager, ddp = twins(_LoopedBlocks(WIDTH), bucket_cap_mb=cap)
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(ddp, inputs, _compile(ddp, split)), train(eager, inputs))
     cuts = ddpopt.explain(ddp).cuts
@@ -464,7 +451,7 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
 
 
 def test_nothing_is_compiled_anew_in_later_steps(one_rank: None) -> None:
-    """Not even frames of ours, under ddpopt or under another backend."""
+    """Frames of ddpopt's code are not either, under ddpopt or under another backend."""
     for backend in ("ddpopt", "eager"):
         ddp = DistributedDataParallel(MLP())
         compiled = torch.compile(ddp, backend=backend)
@@ -500,7 +487,7 @@ def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
 
 
 def _has_aliases(output: torch.Tensor) -> bool:
-    """Whether gradients are held back to put them in order."""
+    """Return whether gradients are held back to put them in order."""
     nodes, seen = [output.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -513,7 +500,7 @@ def _has_aliases(output: torch.Tensor) -> bool:
 def test_who_never_leaves_no_sync_runs_the_compiled_graph(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DDP never sees an order; it sees one in the first step that communicates, and only there."""
+    """DDP sees the planned order in the first step that communicates, and only there."""
     monkeypatch.setattr(runner, "_MOST_UNSEEN", 5)
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp)
@@ -535,7 +522,8 @@ def test_gradients_of_a_forward_under_no_sync_may_be_seen(
     """Two forwards with one backward, of which one ran under no_sync: DDP sees the sums arrive."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp, split)
-    for x, y in zip(*[iter(batches(0, [(2, WIDTH)] * 8))] * 2, strict=True):
+    inputs = batches(0, [(2, WIDTH)] * 8)
+    for x, y in zip(inputs[::2], inputs[1::2], strict=True):
         with ddp.no_sync() if is_first else contextlib.nullcontext():
             first = compiled(x)
         with contextlib.nullcontext() if is_first else ddp.no_sync():
@@ -544,7 +532,7 @@ def test_gradients_of_a_forward_under_no_sync_may_be_seen(
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
 
 
-def _told_of_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _warnings_of_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
     texts = [record.getMessage() for record in caplog.records]
     return [text for text in texts if "other buckets than planned" in text]
 
@@ -573,7 +561,7 @@ def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
     train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp, split))
     assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
     assert len(ddpopt.explain(ddp).cuts[0].sections) > 1
-    assert not _told_of_buckets(caplog)
+    assert not _warnings_of_buckets(caplog)
 
 
 def test_one_eager_step_before_is_named_as_the_cause(
@@ -583,16 +571,16 @@ def test_one_eager_step_before_is_named_as_the_cause(
     ddp = DistributedDataParallel(Normed(), bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)]))
     train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp))
-    (text,) = _told_of_buckets(caplog)
+    (text,) = _warnings_of_buckets(caplog)
     assert "it ran eagerly or took other branches: compile before the first step" in text
-    found = re.search(r"is in bucket (\d+) with others than planned \(bucket (\d+)\)", text)
-    assert found is not None
-    assert found[1] != found[2]
+    numbers = re.search(r"is in bucket (\d+) with others than planned \(bucket (\d+)\)", text)
+    assert numbers is not None
+    assert numbers[1] != numbers[2]
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None, split: str) -> None:
-    """Even when DDP formed other buckets than planned: they are final, and known by then."""
+    """It is even when DDP formed other buckets than planned: they are final, and known by then."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp, split)
     x = compiled(torch.randn(2, WIDTH)).detach()

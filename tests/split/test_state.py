@@ -1,4 +1,4 @@
-"""What is known of a DDP module, who is told when it changes, and which modes keep its Reducer."""
+"""The state of a DDP module, who is told when it changes, and the modes that keep its Reducer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _ddp() -> DistributedDataParallel:
 
 
 def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None) -> None:
-    """And only with the module's own."""
+    """Another module's buckets make no difference."""
     ddp, others = _ddp(), _ddp()
     compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
     for _ in range(4):
@@ -42,7 +42,7 @@ def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None
 
 
 def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None) -> None:
-    """A plan that is in force has them then."""
+    """They are those of a plan that is in force."""
     ddp = _ddp()
     compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
     for _ in range(4):
@@ -132,7 +132,7 @@ def _frozen() -> DistributedDataParallel:
     return ddp
 
 
-MADE = {
+DDP_IN_MODE = {
     DDPMode.MIXED_PRECISION: _mixed,
     DDPMode.OPTIMIZER_IN_BACKWARD: _stepping,
     DDPMode.DELAYED_PARAMETERS: _delaying,
@@ -140,16 +140,16 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("mode", MADE, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", DDP_IN_MODE, ids=lambda mode: mode.name)
 def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
-    """And by nothing else."""
-    ddp = MADE[mode]()
+    """It is not found by anything else."""
+    ddp = DDP_IN_MODE[mode]()
     for modes in (KEEPING_BUCKETS, KEEPING_ALLREDUCE, KEEPING_FROM_REHEARSAL):
         assert find_mode(ddp, modes) is (mode if mode in modes else None)
 
 
-def test_join_keeps_both(one_rank: None) -> None:
-    """While its context is open; not before."""
+def test_an_open_join_keeps_buckets_and_allreduces(one_rank: None) -> None:
+    """It does so while its context is open, and not before."""
     ddp = _ddp_in_mode()
     assert find_mode(ddp, KEEPING_BUCKETS) is None
     with ddp.join():

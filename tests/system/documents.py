@@ -64,14 +64,14 @@ class Block(NamedTuple):
 
     @property
     def is_shell(self) -> bool:
-        """Whether it is named as such, or has no name and only commands."""
+        """True if the block is named so, or has no name and only commands."""
         if self.language:
             return self.language in ("bash", "console", "sh")
         return all(map(is_command, self.commands))
 
 
 def is_command(line: str) -> bool:
-    """Whether it begins like one."""
+    """Return whether a line begins as commands do."""
     return re.match(_SHELL, line) is not None
 
 
@@ -146,10 +146,10 @@ def command_of(program: str) -> str:
 def environment(**variables: str) -> dict[str, str]:
     """Return what programs of this Python run in, one thread each, watched as they end."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    modules = os.pathsep.join([_ENDINGS, *map(os.path.abspath, given)])
-    own = {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": modules}
-    return {**os.environ, **own, **variables}
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    modules = os.pathsep.join([_ENDINGS, *map(os.path.abspath, folders)])
+    defaults = {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": modules}
+    return {**os.environ, **defaults, **variables}
 
 
 def split_variables(command: str) -> tuple[dict[str, str], list[str]]:

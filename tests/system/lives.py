@@ -53,7 +53,7 @@ class Trial:
 
 
 class Life(NamedTuple):
-    """What a model goes through before it is dropped; `backend` is None if it is not compiled."""
+    """The uses of a model before it is dropped; `backend` is None if it is not compiled."""
 
     use: Callable[[Trial], None]
     options: Mapping[str, Any] = MappingProxyType({})

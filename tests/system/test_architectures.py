@@ -39,7 +39,7 @@ def test_an_architecture_trains_as_with_eager_ddp(ranks: Ranks, name: str) -> No
 def test_the_page_of_a_sweep_has_a_row_for_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And counts outcomes; what has not been run is empty."""
+    """It counts outcomes; the cell of a way that has not been run is empty."""
     monkeypatch.setattr(document.metadata, "version", lambda name: f"of {name}")
     monkeypatch.setattr(document, "DOCUMENT", tmp_path / "build" / "architectures.md")
     log = Log(tmp_path / "log.jsonl")

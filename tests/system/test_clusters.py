@@ -25,8 +25,8 @@ PAGE = "docs/clusters.md"
 
 
 def _block(title: str) -> str:
-    (found,) = (block.text for block in blocks(PAGE) if block.title == title)
-    return found
+    (text,) = (block.text for block in blocks(PAGE) if block.title == title)
+    return text
 
 
 def _check(command: list[str], num_nodes: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -47,7 +47,7 @@ def _check(command: list[str], num_nodes: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script runs, with programs in place of Slurm's that tell what they are given."""
+    """The script runs with programs in place of Slurm's, which print their arguments."""
     for name, line in {
         "scontrol": 'printf "node0\\nnode1\\n"',
         "srun": 'printf "%q " "$@"; echo',
@@ -72,13 +72,13 @@ def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_nodes_that_come_and_go_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as are asked for, each with the same command."""
+    """As many nodes as are asked for start it, each with the same command."""
     (command,) = (c for b in blocks(PAGE) if b.language == "console" for c in b.commands)
     assert _check(shlex.split(command), "2", monkeypatch).rdzv_backend == "c10d"
 
 
-def test_kubernetes_starts_it_in_each_pod_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many pods as nodes, and the first is where the others look for it."""
+def test_kubernetes_starts_torchrun_in_each_pod_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many pods as nodes, and the first is where the others look for it."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra docs")
     service, job = yaml.safe_load_all(_block("train.yaml"))
     pod = job["spec"]["template"]["spec"]

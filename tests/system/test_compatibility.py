@@ -1,4 +1,4 @@
-"""The table of what works is about the rows that the tests run."""
+"""The table in docs/compatibility.md has the rows that the tests run."""
 
 from tests.system.compatibility import all_rows, documented_rows
 from tests.system.scenarios.modes import OF_SOME_RELEASES

@@ -162,7 +162,7 @@ def _exec_blocks(rank: int, blocks: list[Block], folder: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _python(page)])
 def test_python_blocks_run(ranks: Ranks, tmp_path: Path, page: str) -> None:
-    """On two ranks; those that name a file, or say why not to, are compiled."""
+    """Two ranks run them; those that name a file, or say why not, are compiled."""
     for block in _python(page):
         compile(block.text, f"{page}:{block.line}", "exec")
     _prepare(page, tmp_path)
@@ -172,7 +172,7 @@ def test_python_blocks_run(ranks: Ranks, tmp_path: Path, page: str) -> None:
 
 
 def test_profiles_have_the_ranges_that_their_page_names(ranks: Ranks, tmp_path: Path) -> None:
-    """Sections and allreduces of each rank; and buckets, where steps are recorded too."""
+    """These are sections and allreduces of each rank; and buckets, where steps are recorded too."""
     ranks.run(_exec_blocks, _runnable("docs/reading-the-logs.md"), str(tmp_path))
     section, bucket = r"ddpopt: \d+/0 section \d backward", r"ddpopt: bucket \d ready \(.* KiB\)"
     for rank in range(2):
@@ -211,7 +211,7 @@ def _run(command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _commands(page)])
 def test_commands_run(tmp_path: Path, page: str) -> None:
-    """One after another, in a folder with the files that the page shows; each exits with 0."""
+    """They run in turn, in a folder with the files that the page shows; each exits with 0."""
     _prepare(page, tmp_path)
     for command in _commands(page):
         _run(command, tmp_path)
@@ -220,14 +220,14 @@ def test_commands_run(tmp_path: Path, page: str) -> None:
 
 
 def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) -> None:
-    """The same command twice, as on two machines, and both ranks print."""
+    """The same command is started twice, as on two machines, and both ranks print."""
     _prepare("README.md", tmp_path)
-    found = [b for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES]
-    assert found
+    blocks_of_nodes = [b for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES]
+    assert blocks_of_nodes
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for command in (command for block in found for command in block.commands):
+    for command in (command for block in blocks_of_nodes for command in block.commands):
         words = shlex.split(command.replace("node0:29400", f"localhost:{port}"))
         nodes = [
             subprocess.Popen(
@@ -241,27 +241,26 @@ def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) ->
 
 
 def test_every_command_is_run_as_it_is_written_or_a_mark_says_why_not() -> None:
-    """Those of pages and of docstrings."""
+    """These are commands of pages and of docstrings."""
     run = ELSEWHERE | {command for page in PAGES for command in _commands(page)}
     run |= {c for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES for c in b.commands}
     for command in commands():
         assert command.is_skipped != (command.text in run), f"{command.place}: {command.text}"
 
 
-def test_no_command_hides_in_a_block_that_is_none() -> None:
-    """A block without a language has commands alone, or none."""
+def test_no_command_hides_in_a_block_without_a_language() -> None:
+    """Such a block has commands alone, or none."""
     for page in PAGES:
         for block in blocks(page):
             if not block.language and not block.is_shell:
                 assert not any(map(is_command, block.text.splitlines())), f"{page}:{block.line}"
 
 
-def test_all_pages_are_looked_at() -> None:
-    """But for records of what was done."""
-    found = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*.md")}
+def test_all_pages_but_records_are_looked_at() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*.md")}
     for folder in ("benchmarks", "docs", "examples", "src", "tests"):
-        found |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.md")}
-    assert found == {*PAGES, *RECORDS}
+        pages |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.md")}
+    assert pages == {*PAGES, *RECORDS}
 
 
 def test_what_is_left_out_has_a_reason() -> None:
@@ -276,7 +275,7 @@ def test_what_is_left_out_has_a_reason() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """As a link to where it is, which the site replaces by its reference."""
+    """Each is a link to its definition, which the site replaces by its reference."""
     links = re.findall(
         r"^- \[ddpopt\.([\w.]+)\]\(\.\./(.+)\)$", (DOCS / "api.md").read_text(), re.MULTILINE
     )
@@ -288,7 +287,7 @@ def test_the_reference_has_every_public_name() -> None:
     rooms = (ddpopt.algorithms, ddpopt.planning, ddpopt.inspection, ddpopt.checks)
     names = {f"{room.__name__}.{name}" for room in rooms for name in room.__all__}
     names |= {f"ddpopt.{name}" for name in {*ddpopt.__all__} - {"algorithms", "planning", "errors"}}
-    names |= {f"ddpopt.errors.{each.__name__}" for each in _errors()} - {
+    names |= {f"ddpopt.errors.{error.__name__}" for error in _errors()} - {
         "ddpopt.errors.DDPOptError"
     }
     assert names <= {f"ddpopt.{name}" for name in shown}
@@ -320,7 +319,7 @@ def _is_code(member: object) -> bool:
 
 
 def test_the_command_line_page_has_every_command() -> None:
-    """With all of its options."""
+    """It has all of their options, too."""
     names = [name for name, _ in command_line.commands()]
     text = command_line.render()
     for name in ("explain", "simulate", "sweep", "calibrate", "bench", "doctor"):
@@ -332,9 +331,9 @@ def test_the_command_line_page_has_every_command() -> None:
 
 
 def test_every_exception_and_reason_has_a_cause_and_a_remedy() -> None:
-    """In the tables of the page of errors."""
+    """They are in the tables of the page of errors."""
     rows = error_tables.exception_rows()
-    assert {each.__name__ for each in _errors()} <= {row.name for row in rows}
+    assert {error.__name__ for error in _errors()} <= {row.name for row in rows}
     reasons = error_tables.reason_rows(Reason)
     assert [row.name for row in reasons] == [reason.name for reason in Reason]
     for row in [*rows, *reasons]:
@@ -355,15 +354,14 @@ def test_every_exception_is_shown_with_its_messages() -> None:
     assert "world_size is <var>world_size</var>; it must be a whole number, 1 or more" in texts
 
 
-def test_every_warning_is_shown_with_what_is_put_in() -> None:
-    """Its placeholders are named."""
+def test_every_warning_is_shown_with_names_for_its_placeholders() -> None:
     texts = [message.text for message in error_tables.warnings()]
     assert any(text.startswith("DDP formed other buckets than planned: <var>") for text in texts)
     assert not any(re.search(r"%[sdr]", text) for text in texts)
 
 
 def test_the_keys_of_the_json_are_described(one_rank: None) -> None:
-    """Every key that an explanation of a model has."""
+    """They are all keys that an explanation of a model has."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
     compiled(torch.randn(2, 64)).sum().backward()
@@ -407,7 +405,7 @@ class _Blocks(nn.Module):
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_floats_that_dynamo_takes_for_inputs_are_no_obstacle(one_rank: None, split: str) -> None:
-    """As the page of questions says of stochastic depth."""
+    """The page of questions says it of stochastic depth."""
     ddp = DistributedDataParallel(_Blocks(), bucket_cap_mb=0.015)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
     for _ in range(3):

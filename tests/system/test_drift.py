@@ -1,7 +1,7 @@
 """Drift of torch, simulated: each private name of the table is hidden in turn.
 
-First from what reads it, then from what writes it. Which names a part of ddpopt uses is found out
-by running it, so that a new row is tested without a new line here.
+It is hidden from those who read it, then from those who write it. A run of each part of ddpopt
+tells the names that it uses, so that a new row is tested without a new line here.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt import BucketPlan, _torch, algorithms, config
+from ddpopt import _torch, algorithms, config
 from ddpopt._torch import names
 from ddpopt._torch.names import TABLE, PrivateName
 from ddpopt.checks import verify
 from ddpopt.cli import doctor
-from ddpopt.planning import AllreduceCost, Gradient, Profile, tuner
+from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.steps import clock as clocks
+from tests.support.algorithms import optimizer_for
 from tests.support.models import MLP, WIDTH, batches, train
+from tests.support.plans import COST, plan_of
 from tests.support.ranks import Ranks
 from tests.system.drifting import WHOLE, Trained, Use, looking_up, train_without
 
 FORWARD = {"inner": "aot_eager", "split": "forward"}
 BACKWARD = {"inner": "aot_eager", "split": "backward"}
 INDUCTOR = {"inner": "inductor", "split": "backward"}
-COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=1.6e-7)
 SHAPE = (4, WIDTH)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two processes of this module's own: some names are asked for once in a process's life."""
+def fresh_ranks() -> Iterator[Ranks]:
+    """Two processes for this module alone: some names are asked for once in a process's life."""
     workers = Ranks()
     yield workers
     workers.stop()
@@ -53,14 +54,14 @@ def ranks() -> Iterator[Ranks]:
 _trained: dict[str, list[Trained]] = {}
 
 
-def _train_as_it_is(ranks: Ranks, options: dict[str, Any]) -> Trained:
+def _train_as_it_is(fresh_ranks: Ranks, options: dict[str, Any]) -> Trained:
     """Return rank 0's training with all names, which says what it asks for."""
     key = str(options)
     if key not in _trained:
-        _trained[key] = [found for (found,) in ranks.run(train_without, [None], options)]
-    for found in _trained[key]:
-        assert (found.error, found.difference, found.warnings) == ("", "", ())
-        assert found.is_split
+        _trained[key] = [result for (result,) in fresh_ranks.run(train_without, [None], options)]
+    for result in _trained[key]:
+        assert (result.error, result.difference, result.warnings) == ("", "", ())
+        assert result.is_split
     return _trained[key][0]
 
 
@@ -83,55 +84,59 @@ QUIET: dict[PrivateName, str] = {
 }
 
 
-def _check_training(ranks: Ranks, uses: set[Use], options: dict[str, Any]) -> None:
-    """One warning each, which has the name; gradients, losses and weights as in eager DDP."""
+def _check_training(fresh_ranks: Ranks, uses: set[Use], options: dict[str, Any]) -> None:
+    """Check one warning each, which has the name; and training, which is to be eager DDP's."""
     for use in sorted(uses, key=str):  # one call each: a rank is given up if it answers late
-        for (found,) in ranks.run(train_without, [use], options):
-            assert found.error == "", f"{use}: {found.error}"
-            assert found.difference == "", f"{use}: {found.difference}"
-            if use.row in QUIET and not found.warnings:
+        for (result,) in fresh_ranks.run(train_without, [use], options):
+            assert result.error == "", f"{use}: {result.error}"
+            assert result.difference == "", f"{use}: {result.difference}"
+            if use.row in QUIET and not result.warnings:
                 continue
-            assert len(found.warnings) == 1, f"{use}: {found.warnings}"
-            assert f"{use.row}, which ddpopt needs" in found.warnings[0]
-            assert torch.__version__ in found.warnings[0]
-            if "compiled whole" in found.warnings[0]:
-                assert not found.is_split
-                assert "training goes on without overlap" in found.warnings[0]
+            assert len(result.warnings) == 1, f"{use}: {result.warnings}"
+            assert f"{use.row}, which ddpopt needs" in result.warnings[0]
+            assert torch.__version__ in result.warnings[0]
+            if "compiled whole" in result.warnings[0]:
+                assert not result.is_split
+                assert "training goes on without overlap" in result.warnings[0]
             elif use.row not in WHOLE:
-                assert found.is_split, f"{use}: {found.warnings}"
+                assert result.is_split, f"{use}: {result.warnings}"
 
 
 # ---- Training ---------------------------------------------------------------------------------
 
 
-def test_training_goes_on_if_a_name_is_missing(ranks: Ranks) -> None:
+def test_training_goes_on_if_a_name_is_missing(fresh_ranks: Ranks) -> None:
     """The first of the names below: of them, this is the quick set's."""
-    first = min(_train_as_it_is(ranks, FORWARD).asked, key=str)
-    _check_training(ranks, {first}, FORWARD)
+    first = min(_train_as_it_is(fresh_ranks, FORWARD).asked, key=str)
+    _check_training(fresh_ranks, {first}, FORWARD)
 
 
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_training_goes_on_with_one_warning_whichever_name_is_missing(
-    ranks: Ranks, share: int
+    fresh_ranks: Ranks, share: int
 ) -> None:
     """The names that the forward split asks for, one by one, on two ranks: a third, or all."""
-    asked = sorted(_train_as_it_is(ranks, FORWARD).asked, key=str)
+    asked = sorted(_train_as_it_is(fresh_ranks, FORWARD).asked, key=str)
     assert len(asked) > 50
-    _check_training(ranks, set(asked[::share]), FORWARD)
+    _check_training(fresh_ranks, set(asked[::share]), FORWARD)
 
 
-def test_so_it_does_where_backward_is_split(ranks: Ranks) -> None:
-    """What it asks for beyond the forward split; the graph is split in forward then."""
-    asked = _train_as_it_is(ranks, BACKWARD).asked - _train_as_it_is(ranks, FORWARD).asked
+def test_training_goes_on_without_what_the_backward_split_reads(fresh_ranks: Ranks) -> None:
+    """These are names beyond the forward split's; the graph is split in forward then."""
+    asked = (
+        _train_as_it_is(fresh_ranks, BACKWARD).asked - _train_as_it_is(fresh_ranks, FORWARD).asked
+    )
     assert asked
-    _check_training(ranks, set(asked), BACKWARD)
+    _check_training(fresh_ranks, set(asked), BACKWARD)
 
 
-def test_so_it_does_with_inductor(ranks: Ranks) -> None:
-    """What it asks for beyond the other inner compiler."""
-    asked = _train_as_it_is(ranks, INDUCTOR).asked - _train_as_it_is(ranks, BACKWARD).asked
+def test_training_goes_on_without_what_inductor_reads(fresh_ranks: Ranks) -> None:
+    """These are names that are not asked for with the other inner compiler."""
+    asked = (
+        _train_as_it_is(fresh_ranks, INDUCTOR).asked - _train_as_it_is(fresh_ranks, BACKWARD).asked
+    )
     assert asked
-    _check_training(ranks, set(asked), INDUCTOR)
+    _check_training(fresh_ranks, set(asked), INDUCTOR)
 
 
 # ---- Importing --------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ for missing in sorted(asked):
 
 
 def test_import_works_whichever_name_is_missing() -> None:
-    """In a process that imports the package and the backend anew without each that they ask for."""
+    """A process imports the package and the backend anew without each name that they ask for."""
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT_WITHOUT_EACH],
         capture_output=True,
@@ -187,10 +192,10 @@ def test_import_works_whichever_name_is_missing() -> None:
     assert str(names.ARTIFACT_LOGGER) in asked
     assert str(names.DDP_OPTIMIZER) in asked
     for name in asked:
-        said = [
+        warnings = [
             line for line in done.stderr.splitlines() if f" no {name}, which ddpopt nee" in line
         ]
-        assert len(said) == 1, (name, done.stderr)
+        assert len(warnings) == 1, (name, done.stderr)
 
 
 # ---- What users call by name ------------------------------------------------------------------
@@ -253,22 +258,14 @@ def _rebucket(rank: int, hook: Any, **ddp_options: Any) -> None:
     elif hook is not None:
         ddp.register_comm_hook(None, hook)
     train(ddp, batches(rank, [SHAPE] * 2))
-    gradients = tuple(
-        Gradient(name=name, num_bytes=p.numel() * 4, ready_s=k * 1e-3)
-        for k, (name, p) in enumerate(list(ddp.module.named_parameters())[::-1])
-    )
-    profile = Profile(gradients=gradients, backward_s=1.0)
-    ddpopt.rebucket(ddp, BucketPlan(profile=profile, cost=COST, world_size=2, sizes=(1, 3)))
+    ddpopt.rebucket(ddp, plan_of(ddp.module, (1, 3)))
     train(ddp, batches(rank, [SHAPE]))
 
 
 def _attach(rank: int, make: Callable[[], Any]) -> None:
     algorithm = make()
     ddp = DistributedDataParallel(MLP(2))
-    if isinstance(algorithm, algorithms.QAdam):
-        optimizer: Any = algorithms.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
-    else:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    optimizer = optimizer_for(algorithm, ddp.parameters(), lr=0.01, warmup_steps=1)
     handle = algorithms.attach(ddp, optimizer, algorithm)
     try:
         for x in batches(rank, [SHAPE] * 3):
@@ -297,7 +294,7 @@ def _plan(rank: int) -> None:
 
 
 def _tune(rank: int) -> None:
-    """Until buckets are changed, as they are where the network is slow."""
+    """Train until buckets are changed, as they are where the network is slow."""
     ddp, compiled = _compile(buckets="auto")
     readings = itertools.count()
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
@@ -309,7 +306,7 @@ def _tune(rank: int) -> None:
 
 
 def _verify_apart(rank: int) -> None:
-    """As where Inductor draws other random numbers than eager."""
+    """Verify as where Inductor draws other random numbers than eager."""
     with mock.patch.object(verify, "_draws_otherwise", return_value=True):
         _verify(rank)
 
@@ -365,7 +362,7 @@ def _fail_to_compile(rank: int) -> None:
 
 
 def _restride(rank: int) -> None:
-    """As where Inductor chose other strides than were traced."""
+    """Give a graph other strides than were traced, as where Inductor chose them."""
     mode = _torch.fake_mode_of(())
     graph = fx.Graph()
     placeholder = graph.placeholder("x")
@@ -430,7 +427,7 @@ COMPILING |= {
 
 
 def _open(rank: int, door: str, use: Use | None) -> tuple[str, set[Use]]:
-    """Return what was raised, and which names were used."""
+    """Return the error, "" if there is none, and the names that were used."""
     error = ""
     with looking_up(use) as asked:
         try:
@@ -443,11 +440,11 @@ def _open(rank: int, door: str, use: Use | None) -> tuple[str, set[Use]]:
 _asked: dict[str, set[Use]] = {}
 
 
-def _asked_by(ranks: Ranks, door: str) -> set[Use]:
+def _asked_by(fresh_ranks: Ranks, door: str) -> set[Use]:
     if door not in _asked:
-        found = ranks.run(_open, door, None)
-        assert [error for error, _ in found] == ["", ""]
-        _asked[door] = found[0][1]
+        results = fresh_ranks.run(_open, door, None)
+        assert [error for error, _ in results] == ["", ""]
+        _asked[door] = results[0][1]
     return _asked[door]
 
 
@@ -464,14 +461,16 @@ _EACH_NIGHT = ("config.verify", "low_precision", "qadam", "async_average", "opti
     "door",
     [pytest.param(door, marks=[pytest.mark.nightly] * (door in _EACH_NIGHT)) for door in DOORS],
 )
-def test_whatever_else_is_called_works_or_says_what_is_missing(ranks: Ranks, door: str) -> None:
-    """On both ranks alike: TorchDriftError with the name, or what was asked for."""
-    asked = _asked_by(ranks, door)
+def test_whatever_else_is_called_works_or_says_what_is_missing(
+    fresh_ranks: Ranks, door: str
+) -> None:
+    """Both ranks get what they asked for, or TorchDriftError with the name."""
+    asked = _asked_by(fresh_ranks, door)
     if door in COMPILING:
         for options in (FORWARD, BACKWARD, INDUCTOR):
-            asked = asked - _train_as_it_is(ranks, options).asked
+            asked = asked - _train_as_it_is(fresh_ranks, options).asked
     for use in sorted(asked, key=str):
-        for error, _ in ranks.run(_open, door, use):
+        for error, _ in fresh_ranks.run(_open, door, use):
             is_clear = error.startswith("TorchDriftError: ") and f" no {use.row}, which" in error
             said = CANNOT_COPY if door == "verify, a layer in place" else NOTHING_COMPILED
             is_quiet = use.row in QUIET and error.startswith(said)
@@ -499,16 +498,16 @@ NOT_NAMED = {
 
 
 def test_doctor_names_whichever_name_is_missing(one_rank: None) -> None:
-    """In its table of names; or else as what a small model lacks."""
+    """The name is in its table; or it is named as one that a small model lacks."""
     ddp = DistributedDataParallel(MLP(1), static_graph=True)
     assert all(doctor.find_names(ddp).values())
     assert len(doctor.find_names(ddp)) > 120
     for row in TABLE:
         with looking_up(Use(row)):
-            found = doctor.find_names(ddp)
-        if row in found:
-            assert not found[row]
-            check = doctor._names(found)
+            is_found = doctor.find_names(ddp)
+        if row in is_found:
+            assert not is_found[row]
+            check = doctor._names(is_found)
             assert not check.is_ok
             assert str(row) in check.detail
         else:
@@ -537,12 +536,12 @@ UNASKED: dict[PrivateName, str] = {
 }
 
 
-def test_every_name_is_tested_above_or_has_a_reason_not_to_be(ranks: Ranks) -> None:
-    """By one of the trainings or calls, as it is read or written; so is each row that comes."""
+def test_every_name_is_tested_above_or_has_a_reason_not_to_be(fresh_ranks: Ranks) -> None:
+    """A training or a call above reads or writes each; so it has to be with a new row, too."""
     asked = {Use(names.ARTIFACT_LOGGER)}  # when the package is imported
     for options in (FORWARD, BACKWARD, INDUCTOR):
-        asked |= _train_as_it_is(ranks, options).asked
+        asked |= _train_as_it_is(fresh_ranks, options).asked
     for door in DOORS:
-        asked |= _asked_by(ranks, door)
+        asked |= _asked_by(fresh_ranks, door)
     assert {row for row in TABLE if row.is_expected} - {use.row for use in asked} == set(UNASKED)
     assert len([use for use in asked if use.is_write]) > 20

@@ -1,11 +1,11 @@
-"""The examples, run as a user runs them; those that take long, smaller."""
+"""The examples, run as a user runs them; models of those that take long are smaller."""
 
 from __future__ import annotations
 
 import gc
 import re
 import sys
-import time
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from tests.support.models import MLP
-from tests.support.ranks import Ranks
+from tests.support.ranks import TIMEOUT_S, Ranks
 from tests.system.documents import ROOT, command_of, run_command
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -40,9 +40,9 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
 
 
 def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
-    """Plan table, falling loss, equal ranks, sample, overlap, and a loss difference of rounding.
+    """It prints a plan, a falling loss, equal ranks, a sample, overlap and a rounding difference.
 
-    On an emulated link, beside which the time of each bucket is known nevertheless.
+    The link is an emulated one, beside which the time of each bucket is known nevertheless.
     """
     text = run_command(
         f"{_TORCHRUN} examples/train_gpt.py --steps 20 --layers 1 --width 192 --heads 2 "
@@ -70,27 +70,54 @@ def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
     assert "all ranks hold bitwise equal parameters" in text
 
 
+class _Clock:
+    """The time of the link's thread, in which a sleep ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.sleeps_s: list[float] = []
+        self._may_wake_up = threading.Semaphore(0)
+
+    def time_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        assert self._may_wake_up.acquire(timeout=TIMEOUT_S)
+        self.sleeps_s.append(seconds)
+        self.now_ns += round(seconds * 1e9)
+
+    def end_next_sleep(self) -> None:
+        self._may_wake_up.release()
+
+
 def _send_over_a_slow_link(rank: int) -> None:
-    """40 ms each: one value after the other, each with the ranks' sum when it has passed."""
-    with mock.patch.object(dist, "all_reduce", dist.all_reduce):  # which `emulate` replaces
+    """Send three values at once, of 40 ms each, and two more one by one."""
+    clock = _Clock()
+    with (
+        mock.patch.object(slow_link, "time", clock),
+        mock.patch.object(dist, "all_reduce", dist.all_reduce),  # which `emulate` replaces
+    ):
         slow_link.emulate(slow_link.parse_gbit("50mbit"))
         values = [torch.full((62_500,), float(rank + 1)) for _ in range(3)]
-        dist.barrier()
-        start_s = time.perf_counter()
         works = [dist.all_reduce(value, async_op=True) for value in values]
-        assert not works[0].is_completed()
-        for k, (work, value) in enumerate(zip(works, values, strict=True)):
+        for work, value in zip(works, values, strict=True):
+            assert not work.is_completed()
+            assert value.eq(rank + 1).all()
+            clock.end_next_sleep()
             work.wait()
-            assert time.perf_counter() - start_s >= 0.040 * (k + 1)
             assert value.eq(3).all()
+        # Had they passed beside each other, the first sleep would have been all.
+        assert clock.sleeps_s == pytest.approx([0.040] * 3, rel=0.01)
+        clock.end_next_sleep()
         with pytest.raises(TypeError):
             dist.all_reduce(values[0], "no operation")
+        clock.end_next_sleep()
         dist.all_reduce(values[0])
         assert values[0].eq(6).all()
 
 
 def test_values_pass_a_slow_link_one_after_the_other(ranks: Ranks) -> None:
-    """With real sums; an error reaches who waits, and a rate that is none is refused."""
+    """Sums are real ones; an error reaches who waits, and a rate that is none is refused."""
     ranks.run(_send_over_a_slow_link)
     with pytest.raises(ValueError, match="'fast' is none of tc's"):
         slow_link.parse_gbit("fast")
@@ -129,7 +156,7 @@ def _start_algorithms(rank: int) -> None:
 
 
 def test_train_gpt_takes_every_algorithm_that_it_offers(ranks: Ranks) -> None:
-    """With its own arguments, for a step."""
+    """Each trains for a step, with the program's own arguments."""
     ranks.run(_start_algorithms)
 
 
@@ -159,7 +186,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
     tmp_path: Path, undisturbed: dict[str, Any], place: str
 ) -> None:
-    """Under torchrun's restarts: rank 1 in step 13, or rank 0 with half of a checkpoint written.
+    """Torchrun restarts; rank 1 dies in step 13, or rank 0 with half of a checkpoint written.
 
     The file is then the one before; losses and all that is saved end bitwise as undisturbed.
     """
@@ -170,19 +197,19 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
-def _assert_bitwise_equal(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key, value in ours.items():
-            _assert_bitwise_equal(value, theirs[key])
-    elif isinstance(ours, list | tuple):
-        for own, other in zip(ours, theirs, strict=True):
-            _assert_bitwise_equal(own, other)
+def _assert_bitwise_equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in actual.items():
+            _assert_bitwise_equal(value, expected[key])
+    elif isinstance(actual, list | tuple):
+        for element, expected_element in zip(actual, expected, strict=True):
+            _assert_bitwise_equal(element, expected_element)
     else:
-        assert ours == theirs
+        assert actual == expected
 
 
 # ---- How programs end -------------------------------------------------------------------------
@@ -197,7 +224,7 @@ dist.destroy_process_group()
 
 
 def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) -> None:
-    """Though it seldom hangs: so all that documents name, and these tests run, end in order."""
+    """It seldom hangs; but all programs that documents name and these tests run end in order."""
     (tmp_path / "late.py").write_text(_OUTLIVES)
     with pytest.raises(AssertionError, match="1 DDP modules outlive their process group"):
         run_command("python late.py", tmp_path)
@@ -241,7 +268,7 @@ _SMALL = {"bucket_cap_mb": 0.03}
 def test_a_collection_frees_what_a_function_compiled_and_trained(
     one_rank: None, way: str, split: str
 ) -> None:
-    """The DDP module and its Reducer too, after an exception too, with no reset of Dynamo."""
+    """So are the DDP module and its Reducer, after an exception too, with no reset of Dynamo."""
     with pytest.raises(RuntimeError) as raised:
         _fail_in_training(way, split)
     references = raised.value.args[0]

@@ -1,4 +1,4 @@
-"""The pictures of the documentation: what is read from recordings, and that they can be drawn."""
+"""The pictures of the documentation: times that are read from recordings, and drawing."""
 
 from __future__ import annotations
 
@@ -56,18 +56,20 @@ def _peer(stretch: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """What the benchmark writes, of two peers, the second twice as fast."""
+def overlap_json(tmp_path: Path) -> Path:
+    """A file as the benchmark writes it, of two peers, the second twice as fast."""
     path = tmp_path / "overlap.json"
     peers = {"intree": _peer(2.0), "auto": _peer(1.0)}
     path.write_text(json.dumps({"cells": [{"peers": peers}]}))
     return path
 
 
-def test_the_picture_of_an_iteration_has_the_benchmarks_times(figure: Any, run: Path) -> None:
-    """In ms from its forward; allreduces may overtake each other."""
-    found = figure.read(run)
-    step = found["auto"]
+def test_the_picture_of_an_iteration_has_the_benchmarks_times(
+    figure: Any, overlap_json: Path
+) -> None:
+    """They are in ms from its forward; allreduces may overtake each other."""
+    steps = figure.read(overlap_json)
+    step = steps["auto"]
     assert (step.total, step.exposed) == pytest.approx((76, 21))
     assert step.forward == pytest.approx((0, 10))
     assert step.backward == pytest.approx((10, 50))
@@ -77,19 +79,21 @@ def test_the_picture_of_an_iteration_has_the_benchmarks_times(figure: Any, run: 
         pytest.approx((50, 60)),
         pytest.approx((60, 70)),
     )
-    assert found["intree"].backward == pytest.approx((20, 100))
+    assert steps["intree"].backward == pytest.approx((20, 100))
 
 
-def test_the_picture_of_an_iteration_is_drawn(figure: Any, run: Path, tmp_path: Path) -> None:
-    """By the command that its docstring names."""
+def test_the_picture_of_an_iteration_is_drawn(
+    figure: Any, overlap_json: Path, tmp_path: Path
+) -> None:
+    """The command that its docstring names draws it."""
     pytest.importorskip("matplotlib", reason="pip install 'ddpopt[benchmarks]'")
     image = tmp_path / "step.png"
-    figure.main([str(run), "--image", str(image)])
+    figure.main([str(overlap_json), "--image", str(image)])
     assert image.stat().st_size > 1000
 
 
 def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every peer has a label of its own, which is not its name in the code."""
+    """Every peer has its own label, which is not its name in the code."""
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.algorithms import peers as algorithms
     from benchmarks.harness.peers import PEERS, label
@@ -114,7 +118,7 @@ def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_of_clusters_is_what_its_script_computes(
     column: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a hundredth: releases of torch differ in what they trace."""
+    """They are equal to a hundredth: releases of torch trace other graphs."""
     clusters = _load("clusters", monkeypatch)
     computation = clusters.profile(list(clusters.MODELS)[column])
     assert computation.num_bytes // 2 == (25_557_032, 354_823_168, 774_030_080)[column]

@@ -1,4 +1,4 @@
-"""The proof on a GPU, without one: its program on the CPU, and what only a GPU runs."""
+"""The proof on a GPU, without one: its program on the CPU, and code that only a GPU runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_misses():
 
 
 def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -> None:
-    """With what each had found out until then; nothing that it started is left."""
+    """It is told with what its tests had recorded; nothing that it started is left."""
     planted = tmp_path / "test_planted.py"
     planted.write_text(PLANTED)
     (tmp_path / "place").mkdir()
@@ -68,8 +68,8 @@ def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -
         tell=outcomes.append,
     )
     runner.run(lines, 1)
-    found = {outcome.line.name: (outcome.result, outcome.why) for outcome in outcomes}
-    assert found == {
+    results = {outcome.line.name: (outcome.result, outcome.why) for outcome in outcomes}
+    assert results == {
         "broken": ("failed", "test_broken: AssertionError: two is not three"),
         "hung": ("failed", "killed after 20 s, in test_hangs"),
         "missing": ("skipped", "Skipped: there is no such kernel"),
@@ -88,7 +88,7 @@ def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -
 
 @pytest.mark.nightly
 def test_lines_run_on_the_cpu(tmp_path: Path) -> None:
-    """As people run them; what they measure is on the page."""
+    """The command is the one for people; measurements are on the page."""
     options = ("--device", "cpu", "--jobs", "1", "--output", str(tmp_path))
     lines = ("tools, one rank", "DataParallel", "overlap in a profile")
     _python("-m", "tests.gpu", *options, "--lines", *lines, device="cpu")
@@ -108,7 +108,7 @@ print(*(test for line in all_lines() for test in line.select if "tests/" in test
 
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
 def test_every_line_names_tests_that_there_are(device: str) -> None:
-    """On the CPU, and on a GPU."""
+    """It does on the CPU, and on a GPU."""
     selected = _python("-c", SELECTED, device=device)
     options = ("--collect-only", "-q", "-p", "no:cacheprovider")
     _python("-m", "pytest", *options, *selected.splitlines(), device=device)
@@ -132,7 +132,7 @@ def _python(*arguments: str, device: str) -> str:
 
 
 def test_on_a_gpu_buckets_pass_on_a_stream_of_their_own() -> None:
-    """After what was queued before them, for as long as the network takes, one after the other."""
+    """They pass after all that was queued before, one after the other, at the network's rate."""
     calls: list[Any] = []
     stream = SimpleNamespace(wait_stream=lambda other: calls.append(("wait", other)))
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 8)
@@ -165,7 +165,7 @@ def _kernel(name: str, start: int, stop: int, stream: int, category: str = "kern
 
 
 def test_a_gpus_trace_tells_what_ran_beside_what(tmp_path: Path) -> None:
-    """Spinning kernels and copies to the host are communication, whatever else runs is not."""
+    """Spinning kernels and copies to the host are communication; all others are computation."""
     path = tmp_path / "trace.json"
     events = [
         _kernel("nvjet_hsh_128x256", 0, 1000, 7),

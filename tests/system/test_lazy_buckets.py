@@ -1,7 +1,7 @@
 """DDP's `lazy_bucket_allocation`, since torch 2.15: buckets' memory is given back after a backward.
 
-Whatever ddpopt does with buckets does the same with these, to the bit. Tuning has rows of its own
-in tests/planning/test_tuner.py.
+All that ddpopt does with buckets has the same result with these, to the bit. Tuning is tested with
+them in tests/planning/test_tuner.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import algorithms
 from ddpopt._torch.names import installed_release
-from ddpopt.planning import AllreduceCost
-from tests.support.algorithms import ALGORITHMS
+from tests.support.algorithms import ALGORITHMS, optimizer_for
 from tests.support.models import MLP, batches
+from tests.support.plans import COST
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 LAZY = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}
-COST = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
 # The one that is left out depends on time.
 REPEATABLE = [name for name in ALGORITHMS if name != "AsyncModelAverage"]
 
@@ -36,14 +35,10 @@ def _train(rank: int, what: str, ddp_options: dict[str, Any]) -> list[torch.Tens
     torch._dynamo.reset()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03, **ddp_options)
-    is_qadam = what == "QAdam"
-    if is_qadam:
-        optimizer: Any = algorithms.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
-    else:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = None
-    if what in ALGORITHMS:
-        handle = algorithms.attach(ddp, optimizer, ALGORITHMS[what])
+    algorithm = ALGORITHMS.get(what)
+    lr = 1e-3 if what == "QAdam" else 0.1
+    optimizer = optimizer_for(algorithm, ddp.parameters(), lr=lr, warmup_steps=2)
+    handle = None if algorithm is None else algorithms.attach(ddp, optimizer, algorithm)
     model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
 
     def step(x: torch.Tensor) -> None:
@@ -85,5 +80,5 @@ def _from_rank_0(text: str) -> str:
 def test_lazy_buckets_change_nothing_but_memory(ranks: Ranks, what: str) -> None:
     lazy = ranks.run(_train, what, LAZY)
     usual = ranks.run(_train, what, {"gradient_as_bucket_view": True})
-    for ours, expected in zip(lazy, usual, strict=True):
-        assert all(map(torch.equal, ours, expected))
+    for weights, expected in zip(lazy, usual, strict=True):
+        assert all(map(torch.equal, weights, expected))

@@ -36,7 +36,7 @@ _EACH_NIGHT = ("views", "in place", "complex", "several outputs", "random", "emp
     [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in _EACH_NIGHT)) for kind in STRANGEST],
 )
 def test_strange_operators_train_as_with_eager_ddp(one_rank: None, kind: str) -> None:
-    """Or as the unsplit compile, where that differs, which compiles most; most models are cut."""
+    """Where the unsplit compile differs from eager DDP, it is the measure; most models are cut."""
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("expecttest is not installed, which torch's database imports")
     from tests.system.operators.models import calls_of

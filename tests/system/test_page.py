@@ -1,4 +1,4 @@
-"""The page of an explanation: what is in its text, and what a real browser makes of it."""
+"""The page of an explanation: its text, and the document that a real browser makes of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NODES = (
 
 
 class Times(NamedTuple):
-    """Of one bucket, in seconds."""
+    """The times of one bucket, in seconds."""
 
     ready_s: float
     launched_s: float
@@ -297,7 +297,7 @@ def test_the_page_refers_to_nothing_outside_of_it() -> None:
 
 
 def test_the_policy_forbids_every_load_and_every_script_but_the_pages_own() -> None:
-    """By the hashes of its script and its style."""
+    """It has the hashes of the page's script and its style."""
     page = render_page(example())
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*)"', page)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -306,14 +306,14 @@ def test_the_policy_forbids_every_load_and_every_script_but_the_pages_own() -> N
 
 
 def test_the_data_of_a_page_are_those_of_the_explanation() -> None:
-    """Whatever characters are in them."""
+    """They are, whatever characters are in them."""
     for content in (example(), _hostile()):
         (data,) = re.findall(r'id="explanation">(.*?)</script>', render_page(content), re.DOTALL)
         assert json.loads(data) == content
 
 
 def test_names_cannot_end_the_element_that_holds_the_data() -> None:
-    """Nor open a comment or look like a placeholder of the template."""
+    """They cannot open a comment or look like a placeholder of the template, either."""
     page, tame = render_page(_hostile()), render_page(example())
     for text in ("</script", "<!--", "<img", "\u2028"):
         assert page.count(text) == tame.count(text)
@@ -346,7 +346,7 @@ class _Model(torch.nn.Module):
 def test_names_of_a_models_own_parameters_stay_text(
     one_rank: None, tmp_path: Path, split: str
 ) -> None:
-    """From `torch.compile` to the saved page, for a model, modules and parameters named so."""
+    """They do from `torch.compile` to the saved page, for a model, modules and parameters."""
     model = type(MARKUP, (_Model,), {})()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
@@ -376,7 +376,7 @@ def test_the_script_never_parses_markup() -> None:
 
 
 def test_times_that_json_has_no_word_for_are_an_error() -> None:
-    """Rather than a page that no browser can read."""
+    """Otherwise no browser could read the page."""
     content = example()
     content["measured"]["backward_s"] = float("nan")
     with pytest.raises(ValueError, match="JSON"):
@@ -393,7 +393,7 @@ def test_the_page_knows_which_fallbacks_cost_overlap() -> None:
 
 @needs_browser
 def test_a_browser_shows_every_bucket_section_and_time(tmp_path: Path) -> None:
-    """In the timelines, the lanes, the table and the graphs."""
+    """They are in the timelines, the lanes, the table and the graphs."""
     document = _browse(tmp_path, example())
     assert [e.text for e in document.find("h1")] == ["GPT"]
     assert len(document.find("tr", data_bucket="6")) == 1
@@ -434,7 +434,7 @@ def test_names_stay_text_in_a_browser(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_bucket_named_in_the_address_is_selected_everywhere(tmp_path: Path) -> None:
-    """In both timelines, the lanes, the table; and the section that completes it."""
+    """It is in both timelines, the lanes, the table; so is the section that completes it."""
     document = _browse(tmp_path, example(), "#select=bucket-6")
     selected = document.find("g", "mark", "selected", data_bucket="6")
     assert len(selected) == 2
@@ -450,7 +450,7 @@ def test_a_bucket_named_in_the_address_is_selected_everywhere(tmp_path: Path) ->
 
 @needs_browser
 def test_a_search_counts_matches_in_each_section_and_opens_the_first(tmp_path: Path) -> None:
-    """In nodes' names, targets, shapes and sources, and in names of parameters."""
+    """It looks in nodes' names, targets, shapes and sources, and in names of parameters."""
     document = _browse(tmp_path, example(), "#search=LN_2.weight")
     badges = [e.text for e in document.find("span", "tag", "found")]
     assert badges[1:] == ["0 matches", *["1 match"] * 4, "0 matches"]
@@ -464,7 +464,7 @@ def test_a_search_counts_matches_in_each_section_and_opens_the_first(tmp_path: P
 
 @needs_browser
 def test_fallbacks_stand_in_the_header_with_their_remedies(tmp_path: Path) -> None:
-    """Once for all graphs that have the same one, overlap that was lost first."""
+    """One stands there once for all graphs that have it, overlap that was lost first."""
     content = example(1)
     content["graphs"] += [_whole_graph(f"{k}/0", Reason.NO_GRAD) for k in (5, 6)]
     content["graphs"] += [_whole_graph("7/0", Reason.NO_LEGAL_CUT, detail="at node cat_3")]
@@ -488,7 +488,7 @@ def test_a_model_of_which_nothing_is_known_yet_has_a_page(tmp_path: Path) -> Non
 
 @needs_browser
 def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
-    """Finishes, exposed time, the measured side as a whole, and nodes."""
+    """Here these are finishes, exposed time, the measured side as a whole, and nodes."""
     content = example(1)
     for bucket in content["buckets"]:
         bucket.update(predicted=None, is_as_planned=None, launched_after=None)
@@ -505,7 +505,7 @@ def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_model_of_ten_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
-    """Of 24 blocks: nodes get elements when their section is opened, and only those in view."""
+    """Nodes of its 24 blocks get elements when their section is opened, and only those in view."""
     content = example(24, 400)
     assert sum(graph["num_nodes"] for graph in content["graphs"]) > 10_000
     document = _browse(tmp_path, content)
@@ -520,7 +520,7 @@ def test_a_model_of_ten_thousand_nodes_makes_a_small_document(tmp_path: Path) ->
 
 @needs_browser
 def test_one_graph_of_fifty_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
-    """Also while its only section is open."""
+    """It is small also while its only section is open."""
     content = example(1)
     graph = _whole_graph("8/0", Reason.ONE_BUCKET)
     graph["num_nodes"] = graph["sections"][0]["num_nodes"] = 50_000
@@ -533,7 +533,7 @@ def test_one_graph_of_fifty_thousand_nodes_makes_a_small_document(tmp_path: Path
 
 @needs_browser
 def test_a_browser_can_draw_the_page(tmp_path: Path) -> None:
-    """As a picture that is not empty, in light and in dark."""
+    """The picture is not empty, in light and in dark."""
     pictures = []
     for scheme in ("0", "1"):
         picture = tmp_path / f"{scheme}.png"

@@ -12,14 +12,14 @@ from tests.system.documents import ROOT, command_of, run_command
 
 
 class Recipe(NamedTuple):
-    """A program: what it needs, what its command is given more, and what it prints."""
+    """A program: packages that it needs, further arguments of its command, parts of its output."""
 
     packages: tuple[str, ...]
-    more: str
+    arguments: str
     prints: tuple[str, ...] = ("as planned",)
 
 
-ON_INDUCTOR, EAGER = "", " --inner aot_eager"  # which takes a third of the time
+ON_INDUCTOR, EAGER = "", " --inner aot_eager"  # the second takes a third of the time
 LOGGED = "ddpopt.communication.exposed_ms"
 RECIPES = {
     "accelerate_loop.py": Recipe(("accelerate",), ON_INDUCTOR),
@@ -43,7 +43,7 @@ def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:
     for package in recipe.packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (pip install 'ddpopt[recipes]')")
-    text = run_command(command_of(f"examples/recipes/{name}") + recipe.more)
+    text = run_command(command_of(f"examples/recipes/{name}") + recipe.arguments)
     split = re.findall(r": (\d+) (?:backward )?sections for (\d+) DDP buckets", text)
     assert split
     for num_sections, num_buckets in split:
@@ -56,7 +56,7 @@ def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:
 
 
 def test_accelerate_takes_no_backend_by_its_name() -> None:
-    """Which is why the recipes compile by themselves."""
+    """The recipes compile by themselves for that reason."""
     accelerate = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
     with pytest.raises(ValueError, match="DDPOPT"):
         accelerate.TorchDynamoPlugin(backend="ddpopt")

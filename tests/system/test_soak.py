@@ -1,4 +1,4 @@
-"""Long runs and many models: nothing is left behind, and what is left is found.
+"""Long runs and many models leave nothing behind, and a leak that is planted is found.
 
 Counts are compared, of objects, descriptors and threads, never bytes of memory: those are for
 `python -m benchmarks.soak`, whose parts are used here. Also eight and sixteen ranks on one machine.
@@ -62,15 +62,15 @@ def test_a_series_that_stays_does_not_grow() -> None:
     ],
 )
 def test_what_grows_is_named_unless_torch_alone_grows_as_much(name: str, slope: float) -> None:
-    (said,) = find_growth(_series(**{name: slope}), _series())
-    assert name in said
+    (text,) = find_growth(_series(**{name: slope}), _series())
+    assert name in text
     assert find_growth(_series(**{name: slope}), None)
     assert find_growth(_series(**{name: slope}), _series(**{name: slope})) == []
 
 
 def test_what_torch_keeps_of_a_graphs_source_is_no_growth_of_ours() -> None:
-    ours = _series(num_sources=10, num_objects=30)
-    assert find_growth(ours, _series()) == []
+    counts = _series(num_sources=10, num_objects=30)
+    assert find_growth(counts, _series()) == []
 
 
 def test_a_jump_in_the_first_quarter_is_warm_up_and_one_count_decides_nothing() -> None:
@@ -89,7 +89,7 @@ _PERIOD, _LEG = 60, 100
 
 
 class _Leak:
-    """What a test plants: a tensor and a descriptor at each forward."""
+    """A hook that leaks a tensor and a descriptor at each forward."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -133,18 +133,18 @@ def _run_long(rank: int, peer: str, is_leaking: bool) -> dict[str, Any]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_steps_shapes_evaluations_and_recompiles_leave_nothing(ranks: Ranks, split: str) -> None:
-    for found in ranks.run(_run_long, split, False):
-        assert found["with compiling"] == {}
-        assert found["without"] == {}
-        assert found["objects"] < _LEG / 4, found["which"]
+    for growth in ranks.run(_run_long, split, False):
+        assert growth["with compiling"] == {}
+        assert growth["without"] == {}
+        assert growth["objects"] < _LEG / 4, growth["which"]
 
 
 def test_a_leak_in_steps_is_found(ranks: Ranks) -> None:
-    for found in ranks.run(_run_long, "eager", True):
-        assert found["with compiling"]["num_fds"] >= _PERIOD
-        assert found["without"]["num_tensors"] >= _LEG
-        assert found["without"]["num_fds"] >= _LEG
-        assert found["objects"] >= _LEG
+    for growth in ranks.run(_run_long, "eager", True):
+        assert growth["with compiling"]["num_fds"] >= _PERIOD
+        assert growth["without"]["num_tensors"] >= _LEG
+        assert growth["without"]["num_fds"] >= _LEG
+        assert growth["objects"] >= _LEG
 
 
 # ---- models that are dropped ------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
     before = take_census()
     refs += [life.live() for _ in range(_TWICE)]
     after = take_census()
-    alive = sorted({what for each in refs for what, ref in each.items() if ref() is not None})
+    alive = sorted({kind for of_life in refs for kind, ref in of_life.items() if ref() is not None})
     grown = _grown(before, after)
     if name == "tuned":  # its tensors were seen to grow, of which none is the model's: open
         grown.pop("num_tensors", None)
@@ -171,7 +171,7 @@ def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name in LIVES if name not in ("eager", "aot_eager")])
 def test_a_model_that_is_dropped_leaves_nothing(ranks: Ranks, name: str) -> None:
-    """Neither the module, its parameters and its Reducer, nor an entry, a thread, a descriptor."""
+    """No module, parameter or Reducer is alive, and there is no new entry, thread or descriptor."""
     assert ranks.run(_live_and_drop, name) == [{"alive": [], "grown": {}}] * 2
 
 
@@ -186,18 +186,18 @@ def _keep_models(rank: int) -> dict[str, Any]:
     leaking = Life(use_and_keep, {"split": "backward"})
     before = take_census()
     refs = leaking.live()
-    found = _grown(before, take_census())
+    growth = _grown(before, take_census())
     alive = [name for name, ref in refs.items() if ref() is not None]
     del state.kept  # type: ignore[attr-defined]
-    return {"alive": alive, "grown": found}
+    return {"alive": alive, "grown": growth}
 
 
 def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
-    for found in ranks.run(_keep_models):
-        assert "Reducer" in found["alive"]
-        assert found["grown"]["ddpopt.split.state.kept"] == 1
-        assert found["grown"]["ddpopt.split.state._states"] == 1
-        assert found["grown"]["num_tensors"] > 0
+    for left in ranks.run(_keep_models):
+        assert "Reducer" in left["alive"]
+        assert left["grown"]["ddpopt.split.state.kept"] == 1
+        assert left["grown"]["ddpopt.split.state._states"] == 1
+        assert left["grown"]["num_tensors"] > 0
 
 
 # ---- eight ranks ------------------------------------------------------------------------------
@@ -232,35 +232,37 @@ def _disagree(rank: int) -> str:
 
 
 def test_one_of_eight_ranks_with_other_buckets_is_named_on_all(eight_ranks: Ranks) -> None:
-    said = eight_ranks.run(_disagree)
-    assert len(set(said)) == 1
-    assert "rank 5 differs from rank 0: bucket limits in bytes" in said[0]
+    (error,) = set(eight_ranks.run(_disagree))
+    assert "rank 5 differs from rank 0: bucket limits in bytes" in error
 
 
 # ---- sixteen ranks ----------------------------------------------------------------------------
 
 
 def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
-    """Compare each step's gradients and parameters; return the sections and what tuning decided."""
+    """Compare each step's gradients and parameters; return sections and the outcome of tuning."""
     ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
     options = {"inner": "aot_eager", "buckets": "auto" if mode == "tuned" else "ddp"}
     model = torch.compile(ddp, backend="ddpopt", options=options)
-    ours, eager = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (ddp, expected))
+    optimizer, eager_optimizer = (
+        torch.optim.SGD(module.parameters(), lr=0.1) for module in (ddp, expected)
+    )
     inputs = batches(rank, [(8, 64)] * NUM_STEPS)
     ddpopt.warmup(model, inputs[0])
     assert ddpopt.verify(model, inputs[0]).passed
     with mock.patch.object(tuner, "calibrate", return_value=SLOW_START):
         for x in inputs:
-            for forward, optimizer in ((model, ours), (expected, eager)):
-                optimizer.zero_grad()
+            ddp.zero_grad()
+            expected.zero_grad()
+            for forward in (model, expected):
                 forward(x).pow(2).mean().backward()
-            found, wanted = (
-                {name: p.grad for name, p in each.module.named_parameters()}
-                for each in (ddp, expected)
+            gradients, expected_gradients = (
+                {name: p.grad for name, p in wrapped.module.named_parameters()}
+                for wrapped in (ddp, expected)
             )
-            assert_equal_states(found, wanted)
-            ours.step()
-            eager.step()
+            assert_equal_states(gradients, expected_gradients)
+            optimizer.step()
+            eager_optimizer.step()
             assert_equal_states(ddp.state_dict(), expected.state_dict())
     search = tuner.find_tuner(ddp)
     return len(state.get(ddp).cuts[0].sections), search.outcome if search else ""
@@ -271,7 +273,7 @@ def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
 def test_sixteen_ranks_train_as_eager_after_warmup_and_verify(
     make_ranks: MakeRanks, mode: str
 ) -> None:
-    """With a network given on which one bucket is better than three: all change to it."""
+    """All change to one bucket, which is better than three on the network that is planted."""
     (result,) = set(make_ranks(16).run(_train_on_sixteen, mode))
     num_sections, outcome = result
     assert num_sections > 1

@@ -48,7 +48,7 @@ def _run_row(ranks: Ranks, name: str, split: str, inner: str) -> list[Outcome]:
 
 
 def test_the_first_row_of_each_table_trains_with_both_splits(ranks: Ranks) -> None:
-    """On Inductor where it is the first; of all tests of rows, this is the quick set's."""
+    """The very first is on Inductor; of all tests of rows, this is the quick set's."""
     first, *others = (next(iter(table)) for table in TABLES)
     for split in SPLITS:
         _check_row(ranks, first, split, "inductor")
@@ -58,7 +58,7 @@ def test_the_first_row_of_each_table_trains_with_both_splits(ranks: Ranks) -> No
 
 @pytest.mark.parametrize(("name", "inner", "split"), ALL)
 def test_training_equals_eager_ddp(ranks: Ranks, name: str, inner: str, split: str) -> None:
-    """All losses, the last gradients, parameters and buffers; or it fails as eager DDP does.
+    """All losses, the last gradients, parameters and buffers do; or a row fails as eager DDP does.
 
     Each graph is split as asked for unless the row says why not, in the same way on both ranks,
     and the Reducer's buckets are those predicted where there is one graph to predict them from.
@@ -91,7 +91,7 @@ def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
 
 @pytest.mark.parametrize("name", names_of("inductor", "auto"))
 def test_a_warm_start_trains_alike(ranks: Ranks, name: str) -> None:
-    """What torch's caches have of a row trains as what was compiled, in equal sections."""
+    """Code of a row from torch's caches trains as the code that was compiled, in equal sections."""
     cold = _run_row(ranks, name, "auto", "inductor")
     for first, second in zip(cold, ranks.run(run_row, name, "auto", "inductor"), strict=True):
         assert second.error is second.difference is None

@@ -1,4 +1,4 @@
-"""The command line: what each command prints, as text and as JSON, and its exit status."""
+"""The command line: the output of each command, as text and as JSON, and its exit status."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> str:
-    """A plan in a file."""
+def plan_path(tmp_path: Path) -> str:
+    """The path of a plan in a file."""
     gradients = tuple(Gradient(name=f"p{i}", num_bytes=2**20, ready_s=0.01 * i) for i in range(4))
     cost = AllreduceCost(startup_s=1e-4, s_per_byte=8e-9)
     plan = plan_buckets(Profile(gradients=gradients, backward_s=0.04), cost, world_size=2)
@@ -123,7 +123,7 @@ def _run_on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what a command says that exits with status 2 and prints no result."""
+    """Return the error of a command, which has to exit with status 2 and to print no result."""
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
@@ -136,7 +136,7 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_explain_needs_no_process_group_and_prints_json_alone(folder: Path) -> None:
-    """From a module of the current folder, whose factory prints."""
+    """The module is in the current folder, and its factory prints, which goes to stderr."""
     done = _run("explain", "models_of_mine:Makers.small", *CAP, "--json")
     assert done.returncode == 0, done.stderr
     explained = json.loads(done.stdout)
@@ -161,7 +161,7 @@ def test_explain_prints_the_explanation(
 def test_explain_predicts_for_a_cluster(
     one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DDP's buckets beside the best ones, in the text and in the JSON."""
+    """DDP's buckets are beside the best ones, in the text and in the JSON."""
     cluster = ("--world-size", "8", "--bandwidth", "1gbit")
     assert main(("explain", SMALL, *CAP, *cluster)) == 0
     text = capsys.readouterr().out
@@ -170,17 +170,17 @@ def test_explain_predicts_for_a_cluster(
     assert re.search(r"^ +best +\d ", text, re.MULTILINE)
     assert main(("explain", SMALL, *CAP, *cluster, "--json")) == 0
     explained = json.loads(capsys.readouterr().out)
-    own, best = (explained["prediction"][name] for name in ("ddp", "best"))
-    assert own["world_size"] == best["world_size"] == 8
-    assert len(own["timeline"]["buckets"]) == 3
-    assert best["timeline"]["iteration_s"] <= own["timeline"]["iteration_s"]
+    ddp, best = (explained["prediction"][name] for name in ("ddp", "best"))
+    assert ddp["world_size"] == best["world_size"] == 8
+    assert len(ddp["timeline"]["buckets"]) == 3
+    assert best["timeline"]["iteration_s"] <= ddp["timeline"]["iteration_s"]
     assert explained["predicted"]["backward_s"] > 0
 
 
 def test_explain_writes_a_page(
     one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And says where."""
+    """It prints the page's name."""
     assert main(("explain", SMALL, *CAP, "--html", "page.html")) == 0
     assert "written: page.html" in capsys.readouterr().out
     assert "layers.5.weight" in (folder / "page.html").read_text()
@@ -189,7 +189,7 @@ def test_explain_writes_a_page(
 def test_explain_replaces_a_page_but_no_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says so before the model is made."""
+    """The error comes before the model is made."""
     (folder / "page.html").mkdir()
     error = _refused(capsys, "explain", "models_of_mine.py:broken", "--html", "page.html")
     assert "page.html cannot be written: it is a folder, a pipe or a device" in error
@@ -235,7 +235,7 @@ def test_explain_refuses_bad_input_and_names_it(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With the value, the limit or the remedy."""
+    """The error has the value, the limit or the remedy."""
     (folder / "syntax.py").write_text("def small(:\n")
     assert message in _refused(capsys, "explain", *arguments)
 
@@ -246,17 +246,18 @@ def test_a_factory_may_be_called_again(folder: Path) -> None:
     assert make().model is not make().model
 
 
-# ---- simulate and sweep: see test_sweep.py ----------------------------------------------------
+# ---- simulate and sweep: see planning/test_sweep.py -------------------------------------------
 
 
-def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
-    """Neither graphs, nor the backend, nor the other commands, nor rich."""
+@pytest.mark.slow
+def test_simulate_and_sweep_import_no_more_than_they_need(plan_path: str) -> None:
+    """They import no graphs, no backend, no other commands, and not rich."""
     script = (
         "import sys; from ddpopt.cli import main; main(sys.argv[1:]); "
         "print(*sorted(m for m in sys.modules if m.startswith(('ddpopt.', 'rich', 'networkx'))))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "sweep", saved, "--world-sizes", "4"],
+        [sys.executable, "-c", script, "sweep", plan_path, "--world-sizes", "4"],
         capture_output=True,
         text=True,
         check=True,
@@ -278,7 +279,7 @@ def test_simulate_and_sweep_import_no_more_than_they_need(saved: str) -> None:
 def test_simulate_refuses_what_is_no_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
 ) -> None:
-    """With exit status 2, the file and the place."""
+    """The exit status is 2, and the error has the file and the place."""
     path = tmp_path / "plan.json"
     path.write_text(content)
     assert message in _refused(capsys, "simulate", str(path), "--world-size", "4")
@@ -288,21 +289,22 @@ def test_simulate_refuses_what_is_no_plan(
 
 
 @pytest.mark.parametrize("command", [("calibrate",), ("bench", SMALL)])
-def test_without_torchrun_it_says_how_to_start(
+def test_without_torchrun_a_command_for_ranks_says_how_to_start(
     command: tuple[str, ...],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Naming the variables that are missing."""
+    """The error names the variables that are missing."""
     monkeypatch.delenv("RANK", raising=False)
     error = _refused(capsys, *command)
     assert "RANK" in error
     assert f"torchrun --nproc-per-node 2 -m ddpopt {' '.join(command)}" in error
 
 
+@pytest.mark.slow
 def test_calibrate_prints_the_cost_once(folder: Path) -> None:
-    """Rank 0 alone, and to a file."""
+    """Rank 0 alone prints it, and writes it to a file."""
     done = _run_on_two_ranks("calibrate", "--json", "--output", "cost.json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
@@ -334,8 +336,9 @@ def test_bench_measures_all_peers_side_by_side(folder: Path) -> None:
         assert bool(result["tuning"]) == (result["peer"] == "auto")
 
 
+@pytest.mark.slow
 def test_bench_prints_a_table(folder: Path) -> None:
-    """Of the peers that were asked for, by keyword inputs."""
+    """It has the peers that were asked for; inputs may be keyword arguments."""
     peers = ("--peers", "eager,backward", "--inner", "aot_eager", "--steps", "1", "--rounds", "1")
     done = _run_on_two_ranks("bench", "models_of_mine:by_name", *peers)
     assert done.returncode == 0, done.stderr
@@ -345,6 +348,7 @@ def test_bench_prints_a_table(folder: Path) -> None:
     assert re.search(rf"^ +default +backward{times} +[\d.]+ +-  ddpopt", done.stdout, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("intree", "nosplit"), ("nosplit", "intree")])
 def test_bench_gives_each_model_code_of_its_own(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
@@ -371,7 +375,7 @@ def test_bench_gives_each_model_code_of_its_own(
 
 
 def test_bench_refuses_a_model_that_is_compiled_already() -> None:
-    """Its eager training would be none."""
+    """The training that counts as eager would not be."""
     model = MLP(1)
     model.compile(backend="eager")
     with pytest.raises(InputError, match="is compiled already"):
@@ -379,7 +383,7 @@ def test_bench_refuses_a_model_that_is_compiled_already() -> None:
 
 
 def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Naming those that there are."""
+    """The error names those that there are."""
     error = _refused(capsys, "bench", SMALL, "--peers", "eager,fast")
     assert "there is no peer 'fast'; there are eager, intree" in error
 
@@ -387,13 +391,14 @@ def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixtu
 # ---- process groups ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_group_outlives_the_ddp_module_that_an_exception_holds() -> None:
     """A Reducer that is freed after its group, and is the last to hold it, may hang.
 
-    In a process that has no group before.
+    A new process shows it, since this one may have a group already.
     """
     code = (
-        f"import sys; sys.path[:] = {sys.path}; from tests.system import test_cli; "
+        f"import sys; sys.path[:] = {sys.path}; from tests.cli import test_cli; "
         "test_cli.leave_by_an_exception()"
     )
     done = subprocess.run(
@@ -420,19 +425,21 @@ def _fail_beside_ddp() -> None:
 # ---- doctor -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_doctor_finds_that_training_can_be_split_here() -> None:
-    """In the environment of the tests, where torch has every private name."""
+    """The torch of the tests' environment has every private name."""
     done = _run("doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["can_split"] is True
-    checks = {check["name"]: check for check in found["checks"]}
+    report = json.loads(done.stdout)
+    assert report["can_split"] is True
+    checks = {check["name"]: check for check in report["checks"]}
     for name in ("torch", "private names", "process groups", "split forward", "split backward"):
         assert checks[name]["is_ok"], checks[name]
     assert checks["split backward"]["detail"].startswith("2 sections for 2 buckets")
-    assert found["missing_names"] == {}
+    assert report["missing_names"] == {}
 
 
+@pytest.mark.slow
 def test_doctor_tells_what_is_switched_off_or_misspelt() -> None:
     """Training is not split then, which is status 1; each problem has a remedy."""
     done = _run("doctor", DDPOPT_ENABLED="0", DDPOPT_BUCKET="auto")
@@ -446,7 +453,7 @@ def test_doctor_tells_what_is_switched_off_or_misspelt() -> None:
 def test_doctor_names_what_torch_has_moved(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A private name that is gone, with what is lost, and a release that nobody has tested."""
+    """It names a private name that is gone, with the loss, and a release that nobody has tested."""
     monkeypatch.delattr("torch._C._current_graph_task_id")
     monkeypatch.setattr(doctor, "_train", lambda _split: ())
     assert main(("doctor",)) == 1
@@ -465,7 +472,7 @@ def test_doctor_names_what_torch_has_moved(
 def test_doctor_finds_that_nothing_trains_without_a_compiler(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that CXX names, which Inductor needs where there is no GPU."""
+    """The compiler is that of CXX, which Inductor needs where there is no GPU."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(doctor, "_try", lambda split: doctor.Check(split, "not tried"))
     for has_gpu in (False, True):
@@ -478,17 +485,17 @@ def test_doctor_finds_that_nothing_trains_without_a_compiler(
 
 
 def test_names_of_ddp_are_looked_for_where_there_is_one(one_rank: None) -> None:
-    """And of what belongs to it; names of modules always."""
+    """So are names of its Reducer; names of modules always are."""
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    without, found = (
+    without, with_ddp = (
         {str(row): is_found for row, is_found in doctor.find_names(d).items()} for d in (None, ddp)
     )
     assert "torch._guards.TracingContext" in without
     prefix = "DistributedDataParallel."
     assert not any(name.startswith(prefix) for name in without)
     for name in (f"{prefix}bucket_bytes_cap", f"{prefix}_ddp_init_helper"):
-        assert found[name]
-    assert found["Reducer._set_static_graph"]
+        assert with_ddp[name]
+    assert with_ddp["Reducer._set_static_graph"]
 
 
 # ---- the program ------------------------------------------------------------------------------
@@ -500,17 +507,19 @@ def test_the_command_is_installed() -> None:
     assert script.load() is main
 
 
-def test_a_closed_pipe_is_no_error(saved: str) -> None:
-    """As for `ddpopt sweep plan.json | head -1`: nothing on stderr."""
-    command = [sys.executable, "-m", "ddpopt", "sweep", saved]
+@pytest.mark.slow
+def test_a_closed_pipe_is_no_error(plan_path: str) -> None:
+    """`ddpopt sweep plan.json | head -1` writes nothing on stderr."""
+    command = [sys.executable, "-m", "ddpopt", "sweep", plan_path]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() == 141
 
 
+@pytest.mark.slow
 def test_ctrl_c_exits_with_130_and_no_traceback(folder: Path) -> None:
-    """While a model is made."""
+    """It is pressed while a model is made."""
     command = [sys.executable, "-m", "ddpopt", "explain", "models_of_mine.py:slow"]
     # Who runs tests in the background ignores SIGINT, which would be inherited.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -528,7 +537,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(folder: Path) -> None:
 
 
 def test_work_that_fails_exits_with_1_and_the_message(
-    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is not the input's fault."""
 
@@ -536,37 +545,38 @@ def test_work_that_fails_exits_with_1_and_the_message(
         raise TorchDriftError("torch has no such name")
 
     monkeypatch.setattr(commands, "run_simulate", fail)
-    assert main(("simulate", saved, "--world-size", "4")) == 1
+    assert main(("simulate", plan_path, "--world-size", "4")) == 1
     assert capsys.readouterr().err == "ddpopt: torch has no such name\n"
 
 
 def _on_a_terminal(*arguments: str) -> str:
-    """Return what a command prints whose stdout is a terminal."""
-    ours, theirs = pty.openpty()
+    """Return the output of a command whose stdout is a terminal."""
+    terminal, stdout = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "CXX": "no-such-compiler"}
     process = subprocess.Popen(
         [sys.executable, "-m", "ddpopt", *arguments],
         env=environment,
-        stdout=theirs,
+        stdout=stdout,
         stderr=subprocess.PIPE,
     )
-    os.close(theirs)
+    os.close(stdout)
     text = b""
     while True:
         try:
-            part = os.read(ours, 4096)
+            part = os.read(terminal, 4096)
         except OSError:  # how Linux says that the other side is closed
             break
         if not part:
             break
         text += part
-    os.close(ours)
+    os.close(terminal)
     process.communicate()
     return text.decode()
 
 
+@pytest.mark.slow
 def test_on_a_terminal_tables_are_drawn(folder: Path) -> None:
-    """By rich, where it is installed; JSON is JSON there too."""
+    """Rich draws them, where it is installed; JSON is JSON there too."""
     pytest.importorskip("rich")
     text = _on_a_terminal("doctor")
     assert "┃" in text
@@ -584,7 +594,7 @@ def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_command_can_be_imported() -> None:
-    """Each name of `module:function` in main.py."""
+    """Each name of `module:function` in main.py leads to one."""
     source = inspect.getsource(sys.modules["ddpopt.cli.main"])
     names = re.findall(r'"(\w+:run\w*)"', source)
     assert len(names) == 6

@@ -1,0 +1,226 @@
+"""Facts of a forward, as `split/facts.py` reads them off graphs that Dynamo traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddpopt.reducer import Parameter
+from ddpopt.split.facts import ForwardFacts, parameters_of, read_forward
+from ddpopt.split.forward import copy_for_cutting
+from ddpopt.split.nodes import call_nodes
+from tests.support.graphs import Capture, forward_of
+
+
+def _facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) -> ForwardFacts:
+    """Trace a module with Dynamo and read its facts, its parameters numbered as registered."""
+    capture = Capture()
+    torch.compile(module, backend=capture, fullgraph=True, **compile_options)(*inputs)
+    reduced = {
+        p: Parameter(index=i, name=n, num_bytes=4, group="")
+        for i, (n, p) in enumerate(module.named_parameters())
+        if p.requires_grad
+    }
+    copied = copy_for_cutting(capture.gm)
+    owners = parameters_of(copied, capture.example_inputs, reduced)
+    return read_forward(copied, owners)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+X = torch.randn(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "uses"),
+    [
+        (lambda p, x: F.linear(input=x, weight=p[0]).relu() @ p[1], {0: 0, 1: 2}),
+        (lambda p, x: torch.cat([x.relu(), p[0], *[p[1]]]), {0: 1, 1: 1}),
+        (lambda p, x: (x @ p[0]).relu() @ p[0] @ p[1], {0: 0, 1: 3}),
+        (lambda p, x: ((x @ p[0].detach()) @ p[0]) @ p[1].t(), {0: 2, 1: 3}),
+        (
+            lambda p, x: torch.cond(x.sum() > 0, lambda: x @ p[0], lambda: x @ p[1]),
+            {0: 2, 1: 2},
+        ),
+    ],
+    ids=["kwargs", "nested list", "reused", "detached", "higher-order op"],
+)
+def test_the_first_differentiable_use_is_found_wherever_it_is(
+    function: Callable[..., Any], uses: dict[int, int]
+) -> None:
+    """It is seen in kwargs, in lists, in operands of a higher-order op; and not behind detach."""
+    assert _facts_of(forward_of(function, (4, 4), (4, 4)), X).first_use == uses
+
+
+def test_parameters_of_called_modules_and_attributes_are_found() -> None:
+    """Torch 2.11 with inline_inbuilt_nn_modules off does not make parameters inputs."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    gm = torch.fx.symbolic_trace(Module())
+    reduced = {
+        p: Parameter(index=i, name=n, num_bytes=4, group="")
+        for i, (n, p) in enumerate(gm.named_parameters())
+    }
+    owners = parameters_of(gm, [X], reduced)
+    names = [p.name for p in reduced.values()]
+    assert {n.name: [names[i] for i in owned] for n, owned in owners.items()} == {
+        "scale": ["scale"],
+        "inner": ["inner.weight", "inner.bias"],
+    }
+
+
+def _legal(module: nn.Module) -> tuple[list[str], list[int]]:
+    facts = _facts_of(module, X)
+    return list(facts.call_names), [p for p, legal in enumerate(facts.legal_bounds) if legal]
+
+
+def test_no_cut_inside_a_no_grad_region() -> None:
+    """The cut moves to one side of it."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x @ p[0]
+        with torch.no_grad():
+            z = y.relu() + 1
+        return (y + z) @ p[0]
+
+    names, legal = _legal(forward_of(forward, (4, 4)))
+    off, on = [i for i, name in enumerate(names) if "set_grad_enabled" in name]
+    assert not set(legal) & set(range(off + 1, on + 1))
+    assert {off, on + 1} <= set(legal)
+
+
+def test_autocast_regions_can_be_cut() -> None:
+    """`split_module` closes and reopens them."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ((x @ p[0]).relu() @ p[0]).relu()
+
+    names, legal = _legal(forward_of(forward, (4, 4)))
+    assert legal == list(range(1, len(names)))
+
+
+def test_tuples_cannot_cross_but_their_elements_can() -> None:
+    """Getitem nodes move next to the call that made the tuple."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = (x @ p[0]).split(2, dim=1)
+        y = parts[0].relu().sum()
+        return y + parts[1].sum()
+
+    capture = Capture()
+    torch.compile(forward_of(forward, (4, 4)), backend=capture)(X)
+    names = [node.name for node in call_nodes(copy_for_cutting(capture.gm).graph)]
+    split = names.index("split")
+    assert [name.split("_")[0] for name in names[split + 1 : split + 3]] == ["getitem", "getitem"]
+    names, legal = _legal(forward_of(forward, (4, 4)))
+    assert split not in [p - 1 for p in legal]
+    assert split + 3 in legal
+
+
+@torch.library.custom_op("ddpopt_test::write_later", mutates_args=("out",))
+def _write_later(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+@torch.library.custom_op("ddpopt_test::write_list", mutates_args=("out",))
+def _write_list(x: torch.Tensor, out: list[torch.Tensor]) -> None:
+    for tensor in out:
+        tensor.copy_(x)
+
+
+for _operator in (_write_later, _write_list):
+    _operator.register_fake(lambda x, out: None)
+_OPS = torch.ops.ddpopt_test
+
+
+def _add_one(y: torch.Tensor) -> torch.Tensor:
+    y.add_(1)
+    return y * 2
+
+
+@pytest.mark.parametrize(
+    "in_place",
+    [
+        lambda y: y.relu_(),
+        lambda y: F.relu(y, inplace=True),
+        lambda y: F.dropout(y, 0.5, True, True),
+        lambda y: y[:, 0].add_(1),
+        lambda y: torch.add(torch.ones(4, 4), 1, out=y.detach()),
+        lambda y: y.__setitem__(0, 1.0),
+        lambda y: torch._foreach_add_([y.detach()], 1.0),
+        lambda y: torch._foreach_copy_([y.detach()], [torch.ones(4, 4)]),
+        lambda y: torch.max(torch.ones(4, 4, 4), 0, out=(y.detach(), torch.ones(4, 4).long())),
+        lambda y: torch.ops.aten.add.out(torch.ones(4, 4), 1, out=y.detach()),
+        lambda y: torch.ops.aten.mul_(y, 2),
+        lambda y: _write_later(torch.ones(4, 4), y.detach()),
+        lambda y: _OPS.write_later(torch.ones(4, 4), out=y.detach()),
+        lambda y: _OPS.write_list(torch.ones(4, 4), [y.detach()]),
+        lambda y: F.relu(input=y, inplace=True),
+        lambda y: torch.relu_(input=y),
+        lambda y: F.batch_norm(torch.ones(4, 4), y.detach()[0], torch.ones(4), training=True),
+        lambda y: checkpoint(_add_one, y, use_reentrant=False),
+    ],
+    ids=[
+        "method",
+        "inplace=",
+        "positional inplace",
+        "through a view",
+        "out=",
+        "setitem",
+        "list",
+        "list of lists",
+        "out= of two",
+        "overload with out=",
+        "packet",
+        "later argument",
+        "later keyword",
+        "later list",
+        "inplace= of input=",
+        "input=",
+        "running average",
+        "checkpoint",
+    ],
+)
+def test_no_cut_where_two_views_are_passed_and_one_is_written_to(
+    in_place: Callable[..., Any],
+) -> None:
+    """The sharing would be lost, in whatever form the write is."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x @ p[0]
+        z = y.t()
+        in_place(y)
+        return (z * y).sin()
+
+    names, legal = _legal(forward_of(forward, (4, 4)))
+    viewed, read = names.index("z"), names.index("mul")
+    assert set(legal) == {viewed, read, len(names) - 1} - {0}, (names, legal)
+
+
+def test_symbolic_sizes_can_cross() -> None:
+    """A dynamic batch does not stop a cut."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = (x @ p[0]).reshape(x.shape[0] * 2, 2)
+        return y.reshape(x.shape[0], 4) @ p[0]
+
+    facts = _facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
+    assert all(facts.legal_bounds[1:-1])

@@ -1,0 +1,45 @@
+"""Progress that `split/section_compiler.py` prints while sections are compiled."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.split import section_compiler
+from tests.support.logs import logged
+from tests.support.models import MLP
+
+
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_a_long_compile_tells_which_section_it_is_at(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """One that is short tells nothing."""
+    options = {"inner": "aot_eager", "split": split}
+    for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
+        monkeypatch.setattr(section_compiler, "_QUIET_S", quiet_s)
+        torch._dynamo.reset()
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
+        compiled = torch.compile(ddp, backend="ddpopt", options=options)
+        with logged("progress") as lines:
+            compiled(torch.randn(2, 64)).sum().backward()
+        assert [line.partition(": ")[2].partition(",")[0] for line in lines] == [
+            f"compiling section {k} of 3" for k in expected
+        ]
+
+
+def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred sections of half a second each: from the third second on, every sixth."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(section_compiler.time, "monotonic", lambda: next(seconds) / 2)
+    compiler = section_compiler.SectionCompiler("0/0", 100, _began_s=0.0)
+    with logged("progress") as lines:
+        for index in range(100):
+            compiler.compile(index, "", lambda: None)
+    numbers = re.findall(r"compiling section (\d+) of 100", "\n".join(lines))
+    assert [int(number) for number in numbers] == list(range(7, 101, 6))
