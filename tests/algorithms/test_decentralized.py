@@ -779,11 +779,11 @@ def _refuse(rank: int) -> list[str]:
     errors = [error_of(lambda: attach(ddp, part, algorithm))]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=RING_LR)
     first = next(ddp.parameters()).requires_grad_(False)
-    frozen = DistributedDataParallel(ddp.module)
-    handle = attach(frozen, optimizer, algorithm)
+    ddp = DistributedDataParallel(ddp.module)  # the first one may not live on beside it
+    handle = attach(ddp, optimizer, algorithm)
     if rank == 1:
         first.requires_grad_(True)
-    errors.append(error_of(lambda: _step(frozen, optimizer, torch.ones(2, WIDTH))))
+    errors.append(error_of(lambda: _step(ddp, optimizer, torch.ones(2, WIDTH))))
     handle.detach(average=False)
     return errors
 
