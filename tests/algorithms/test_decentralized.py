@@ -163,10 +163,10 @@ def _mix(
         [sum(ws) / node for ws in zip(*before[k : k + node], strict=True)]
         for k in range(0, num_ranks, node)
     ]
-    place = rank // node
+    index = rank // node
     if options.get("peer_selection") == "shift_one":
-        peer = rotating_peer(place, len(nodes), exchange)
-        mixed = [(a + b) / 2 for a, b in zip(nodes[place], nodes[peer], strict=True)]
+        peer = rotating_peer(index, len(nodes), exchange)
+        mixed = [(a + b) / 2 for a, b in zip(nodes[index], nodes[peer], strict=True)]
     else:
         mixed = [sum(ws) / len(nodes) for ws in zip(*nodes, strict=True)]
     for parameter, value in zip(model.parameters(), mixed, strict=True):

@@ -133,8 +133,8 @@ def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
     verdict = verify(model, inputs[0])
     assert_equal_states(state_of(ddp), before, bitwise=True)
     assert torch.equal(rng, torch.get_rng_state())
-    ours = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
-    assert_equal_states(ours, train(expected, inputs))
+    trained = {n.replace("_orig_mod.", ""): v for n, v in train(ddp, inputs, model).items()}
+    assert_equal_states(trained, train(expected, inputs))
     assert counters["stats"]["unique_graphs"] == num_graphs > 0
     assert any(plan.sections for plan in state.get(ddp).cuts)
     return verdict.passed

@@ -249,7 +249,7 @@ def _algorithm(trial: Trial, name: str) -> str:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     num = handle.num_communications
     handle.detach()
     flat = flat_weights(ddp)
