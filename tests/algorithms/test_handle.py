@@ -187,16 +187,16 @@ def _two_optimizers(rank: int) -> tuple[bool, str]:
                 optimizer.step()
                 optimizer.zero_grad()
         assert handle.num_steps == 3
-        said = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
+        error = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
         handle.detach()
         results.append(flat_weights(ddp))
-    return torch.equal(*results), said
+    return torch.equal(*results), error
 
 
 def test_several_optimizers_make_one_step_and_closures_are_refused(ranks: Ranks) -> None:
-    for is_equal, said in ranks.run(_two_optimizers):
+    for is_equal, error in ranks.run(_two_optimizers):
         assert is_equal
-        assert said.startswith("OptionError: Decentralized cannot work with a closure")
+        assert error.startswith("OptionError: Decentralized cannot work with a closure")
 
 
 class Watching(Handle):
@@ -353,23 +353,23 @@ def _save_and_load(rank: int) -> tuple[bool, list[str]]:
     handle.load_state_dict(state)
     train(resumed, optimizer, inputs[3:])
     is_equal = torch.equal(flat_weights(resumed), expected)
-    said = [
+    errors = [
         error_of(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
         error_of(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
         error_of(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
         error_of(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
     ]
     handle.detach()
-    return is_equal, said
+    return is_equal, errors
 
 
 def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
-    for is_equal, said in ranks.run(_save_and_load):
+    for is_equal, errors in ranks.run(_save_and_load):
         assert is_equal
-        assert said[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
-        assert said[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
-        assert said[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
-        assert said[3].startswith("TypeError: on rank 0: a state is a dict")
+        assert errors[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
+        assert errors[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
+        assert errors[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
+        assert errors[3].startswith("TypeError: on rank 0: a state is a dict")
 
 
 def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -447,7 +447,7 @@ def _autocast(rank: int, make: Make) -> dict[str, torch.Tensor]:
 
 
 def _frozen_at_first(rank: int, make: Make) -> dict[str, torch.Tensor]:
-    """As a discriminator that a generator's gradient passes through."""
+    """Freeze the model in its first step, as a discriminator that a generator trains through."""
     ddp, compiled = make(Odd())
     ddp.requires_grad_(False)
     with ddp.no_sync():
@@ -464,7 +464,7 @@ def _thawed_later(rank: int, make: Make) -> dict[str, torch.Tensor]:
 
 
 def _patched(rank: int, make: Make) -> dict[str, torch.Tensor]:
-    """As Lightning redirects a forward to `training_step`, once."""
+    """Redirect one forward, as Lightning does to `training_step`."""
     module = Odd()
     ddp, compiled = make(module)
 
@@ -488,7 +488,7 @@ def _compiled_elsewhere(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class CallingElsewhere(nn.Module):
-    """Of what is compiled only a call shows something."""
+    """A model of whose compiled function nothing is seen before it is called."""
 
     def __init__(self) -> None:
         super().__init__()

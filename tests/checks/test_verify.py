@@ -142,7 +142,7 @@ def _forgetting(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[...,
 
 
 def _broken_backward(gm: fx.GraphModule, inputs: list[Any], cutting: Any) -> Callable[..., Any]:
-    """As `_torch.aot_eager`, but the first gradient of each section is too large."""
+    """Compile as `_torch.aot_eager`, but so that a gradient of each section is too large."""
     compile_well = cutting.compile_backward
 
     def compile_all(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:
