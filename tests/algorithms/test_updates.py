@@ -35,7 +35,7 @@ class Wrapping(torch.optim.Optimizer):
 
 
 class WrappingWithHooks(Wrapping):
-    """An optimizer as timm's Lookahead, which has the hooks' dictionaries, and a step that no one wrapped."""
+    """Has the hooks' dictionaries, as timm's Lookahead does, and a step that no one wrapped."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
