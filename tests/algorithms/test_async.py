@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import math
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import ddpopt
 from ddpopt.algorithms import AsyncModelAverage, AsyncModelAverageHandle, attach
 from ddpopt.algorithms.async_ import FairLock
 from ddpopt.errors import OptionError, PeerError
+from tests.support.algorithms import flat_weights
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import MakeRanks, Ranks, error_of
@@ -91,7 +94,7 @@ class Trial:
             meanwhile()
 
     def flat(self) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in self.ddp.parameters()])
+        return flat_weights(self.ddp)
 
     def mean(self) -> torch.Tensor:
         """The mean of all ranks' weights. Collective, while no rounds are made."""
@@ -147,7 +150,7 @@ def _train_apart(rank: int, num_repetitions: int) -> tuple[list[float], list[int
 def test_the_mean_moves_by_the_updates_alone_however_many_steps_each_rank_makes(
     four_ranks: Ranks,
 ) -> None:
-    """None is lost to a round, 20 times; ranks count the same rounds, and abort stops all."""
+    """In 20 runs no update is lost to a round; ranks count the same rounds, and abort stops all."""
     errors, rounds = zip(*[r for r in four_ranks.run(_train_apart, 20) if r], strict=True)
     assert len(errors[0]) == 20
     assert max(map(max, errors)) < 1e-5
@@ -188,11 +191,11 @@ def _warm_up(rank: int) -> list[list[torch.Tensor]]:
         ddp = DistributedDataParallel(MLP(2))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         seen: list[torch.Tensor] = []
-        optimizer.register_step_post_hook(
-            lambda *_, ddp=ddp, seen=seen: seen.append(
-                torch.cat([p.detach().flatten() for p in ddp.parameters()])
-            )
-        )
+
+        def note_weights(*_: object, ddp: Any = ddp, seen: Any = seen) -> None:
+            seen.append(flat_weights(ddp))
+
+        optimizer.register_step_post_hook(note_weights)
         if is_attached:
             handle = attach(ddp, optimizer, AsyncModelAverage(sync_interval_ms=1, warmup_steps=3))
         for x in batches(rank, [(4, WIDTH)] * 4):
@@ -264,7 +267,7 @@ def _abort_after_a_forward_alone(trial: Trial) -> None:
 
 
 def _abort_after_unequal_steps(trial: Trial) -> None:
-    """One rank has not begun: it takes part in the other's rounds while it waits in abort."""
+    """Abort where one rank has not begun: it takes part in rounds while it waits in abort."""
     if trial.rank == 0:
         trial.step()  # not a second one: there DDP has ranks agree on buckets
         trial.until(lambda: trial.handle.num_communications >= 2, lambda: time.sleep(0.001))
@@ -417,16 +420,16 @@ def _detach_at_work(rank: int) -> tuple[bool, bool, list[str]]:
         if average:
             trial.steps(2)
             answers.append(trial.equals_peers())
-    said = [error_of(call) for call in (trial.handle.abort, trial.handle.resume)]
+    errors = [error_of(call) for call in (trial.handle.abort, trial.handle.resume)]
     dist.barrier(group)
-    return answers[0], not _threads(), said
+    return answers[0], not _threads(), errors
 
 
 def test_detaching_while_rounds_are_made_ends_them(ranks: Ranks) -> None:
-    for is_equal, is_ended, said in ranks.run(_detach_at_work):
+    for is_equal, is_ended, errors in ranks.run(_detach_at_work):
         assert is_equal
         assert is_ended
-        assert all(text.startswith("AttachError: this AsyncModelAverage was") for text in said)
+        assert all(text.startswith("AttachError: this AsyncModelAverage was") for text in errors)
 
 
 # ---- how steps go -----------------------------------------------------------------------------
@@ -453,14 +456,14 @@ def _accumulate(rank: int) -> tuple[float, int]:
 
 
 def test_gradients_are_accumulated_under_no_sync(ranks: Ranks) -> None:
-    """Weights stay as they are from the first micro-batch on, and the mean is conserved."""
+    """No round changes weights from the first micro-batch on, and the mean is conserved."""
     for error, rounds in ranks.run(_accumulate):
         assert error < 1e-5
         assert rounds > 0
 
 
 def _skip_updates(rank: int) -> bool:
-    """Forward and backward go on, as GradScaler has it after an overflow; no update ever."""
+    """Run forwards and backwards alone, as GradScaler does after overflows; never an update."""
     group = first_ranks(2, HARD_TIMEOUT_S)
     assert group is not None
     trial = Trial(group, OFTEN)
@@ -543,7 +546,7 @@ def _compiled(rank: int, split: str) -> tuple[bool, int, int]:
         inputs = batches(rank, [(4, WIDTH)] * 6)
         for x in inputs[:3]:
             _step(forward, optimizer, x)
-        weights.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+        weights.append(flat_weights(ddp))
         if handle is not None:
             handle.resume()
             end_s = time.monotonic() + HARD_TIMEOUT_S
@@ -582,7 +585,7 @@ def _save_and_load(rank: int) -> list[str]:
     trial.handle.detach()
     assert state["num_communications"] >= 2
     other = Trial(group, algorithm)
-    said = [
+    errors = [
         error_of(lambda: other.handle.load_state_dict({**state, "num_steps": rank})),
         error_of(lambda: other.handle.load_state_dict({**state, "algorithm": "QAdam"})),
     ]
@@ -591,15 +594,15 @@ def _save_and_load(rank: int) -> list[str]:
     other.steps_until_rounds(2)  # past the warm-up at once
     assert other.handle.num_communications >= state["num_communications"] + 2
     other.handle.detach()
-    return said
+    return errors
 
 
 def test_a_state_continues_the_counters_of_ranks_with_different_numbers_of_steps(
     ranks: Ranks,
 ) -> None:
-    for said in ranks.run(_save_and_load):
-        assert said[0].startswith("AttachError: rank 1 differs from rank 0: steps of the warm-up")
-        assert said[1].startswith("OptionError: on rank 0: the state's 'algorithm' is 'QAdam'")
+    for errors in ranks.run(_save_and_load):
+        assert errors[0].startswith("AttachError: rank 1 differs from rank 0: steps of the warm-up")
+        assert errors[1].startswith("OptionError: on rank 0: the state's 'algorithm' is 'QAdam'")
 
 
 # ---- bad input --------------------------------------------------------------------------------
@@ -655,8 +658,8 @@ def test_ddp_modules_whose_forwards_communicate_are_refused(one_rank: None) -> N
             attach(ddp, optimizer, OFTEN)
 
 
-def test_buffers_that_ddp_does_not_send_are_fine(one_rank: None) -> None:
-    """Neither a model without buffers nor one with broadcast_buffers=False is refused."""
+def test_models_whose_buffers_ddp_does_not_send_are_taken(one_rank: None) -> None:
+    """One model has no buffers, and the other's DDP has broadcast_buffers=False."""
     for model, options in ((MLP(1), {}), (_with_buffers(), NO_BUFFERS)):
         ddp = DistributedDataParallel(model, **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -666,66 +669,67 @@ def test_buffers_that_ddp_does_not_send_are_fine(one_rank: None) -> None:
 # ---- what ends a thread -----------------------------------------------------------------------
 
 
-def _lose_a_rank(rank: int) -> tuple[list[str], float, list[str]]:
+def _lose_rank_2(rank: int) -> tuple[list[str], list[str]]:
+    """Kill rank 2, and return what each call raises on the others, and the threads that are left.
+
+    Unlike `lose_rank_1` it waits for two rounds first, however many steps those take.
+    """
     group = dist.new_group(timeout=timedelta(seconds=10))
     trial = Trial(group, OFTEN)
     trial.steps_until_rounds(2)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    said: list[str] = []
-    start_s = time.monotonic()
-    trial.until(lambda: bool(said), lambda: said.extend(_failures(trial.step)))
-    seconds = time.monotonic() - start_s
-    said += [error_of(c) for c in (trial.handle.abort, trial.handle.resume, trial.handle.average)]
-    said += [error_of(trial.handle.detach), error_of(trial.handle.detach)]
-    return said, seconds, _threads()
+    errors: list[str] = []
+    trial.until(lambda: bool(errors), lambda: errors.extend(_failures(trial.step)))
+    stops = (trial.handle.abort, trial.handle.resume, trial.handle.average)
+    errors += [error_of(call) for call in stops]
+    errors += [error_of(trial.handle.detach), error_of(trial.handle.detach)]
+    return errors, _threads()
 
 
 def _failures(call: Callable[[], object]) -> list[str]:
     return [text for text in [error_of(call)] if text != "nothing"]
 
 
-def test_a_rank_that_dies_makes_the_others_fail_clearly_within_the_timeout(
-    make_ranks: MakeRanks,
-) -> None:
-    """In the next forward, and in all that stops the rounds; the thread has ended."""
-    answers = make_ranks(3).run_survivors([0, 1], _lose_a_rank)
-    for said, seconds, threads in answers.values():
-        assert len(said) == 6
-        for text in said[:5]:
-            assert text.startswith("PeerError: averaging weights in the background of step ")
-            assert "another rank has ended" in text
-        assert said[5] == "nothing"  # it was detached all the same
-        assert seconds < 60
+def test_a_rank_that_dies_makes_the_others_fail_clearly(make_ranks: MakeRanks) -> None:
+    """The next forward fails, and all calls that stop the rounds; the thread has ended."""
+    answers = make_ranks(3).run_survivors([0, 1], _lose_rank_2)
+    for errors, threads in answers.values():
+        assert len(errors) == 6
+        for error in errors[:5]:
+            assert error.startswith("PeerError: averaging weights in the background of step ")
+            assert "another rank has ended" in error
+        assert errors[5] == "nothing"  # it was detached all the same
         assert not threads
 
 
-def _leave_alone(rank: int, how: str) -> tuple[list[str], bool, list[str]]:
-    """One rank aborts, or drops its model, while the other trains on; none waits for ever."""
+def _leave_alone(rank: int, ending: str) -> tuple[list[str], bool, list[str]]:
+    """Train on rank 1 while rank 0 aborts, or drops its model."""
     group = dist.new_group(timeout=timedelta(seconds=5))
     trial = Trial(group, OFTEN)
     trial.steps_until_rounds(2)
-    said: list[str] = []
+    errors: list[str] = []
     if rank == 1:
         step = trial.step
-        trial.until(lambda: bool(said), lambda: said.extend(_failures(step)))
+        trial.until(lambda: bool(errors), lambda: errors.extend(_failures(step)))
         del step
-    elif how == "abort":
-        said += _failures(trial.handle.abort)
-    if rank == 1 or how == "abort":
+    elif ending == "abort":
+        errors += _failures(trial.handle.abort)
+    if rank == 1 or ending == "abort":
         with contextlib.suppress(PeerError):
             trial.handle.detach()
     weak = weakref.ref(trial.ddp)
     del trial
     _wait_for_end(weak)
-    return said, weak() is None, _threads()
+    return errors, weak() is None, _threads()
 
 
-@pytest.mark.parametrize("how", ["abort", "drop"])
-def test_a_rank_that_is_left_alone_is_told_so(how: str, make_ranks: MakeRanks) -> None:
-    answers = make_ranks().run(_leave_alone, how)
-    first, second = (said for said, _, _ in answers)
-    if how == "abort":
+@pytest.mark.parametrize("ending", ["abort", "drop"])
+def test_a_rank_that_is_left_alone_is_told_so(ending: str, make_ranks: MakeRanks) -> None:
+    """None waits for ever, and nothing keeps the model or the thread."""
+    answers = make_ranks().run(_leave_alone, ending)
+    first, second = (errors for errors, *_ in answers)
+    if ending == "abort":
         assert "did not stop averaging within the process group's timeout of 5 s" in first[0]
     assert second[0].startswith("PeerError: averaging weights in the background of step")
     assert [rest for _, *rest in answers] == [[True, []], [True, []]]
@@ -779,7 +783,7 @@ EXITS = """
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["plain", "late", "forward", "destroyed"])
 def test_a_process_that_exits_without_abort_ends_promptly(ending: str, tmp_path: Path) -> None:
-    """With code 0 and nothing on stderr: the thread is not inside of torch by then."""
+    """Its code is 0 and its stderr has no error, as its thread is not inside torch by then."""
     source = textwrap.dedent(EXITS).format(tests=str(Path(__file__).parents[2]))
     arguments = [ending, str(tmp_path / "store")]
     processes = [
@@ -818,6 +822,20 @@ def _waits(lock: FairLock, count: int) -> None:
     raise AssertionError(f"{len(lock._line)} in line, expected {count}")
 
 
+def _start(call: Callable[[], Any]) -> Future[Any]:
+    """Run a call in a thread, which ends with the process; its result, or its error, is to come."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # for who asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def test_who_waits_comes_before_who_gave_it_back() -> None:
     """Training that takes the lock again at once does not keep the other thread from it."""
     lock = FairLock(CPU)
@@ -829,48 +847,48 @@ def test_who_waits_comes_before_who_gave_it_back() -> None:
         order.append("averaging")
         lock.release()
 
-    thread = threading.Thread(target=average, daemon=True)
-    thread.start()
+    averaged = _start(average)
     _waits(lock, 2)
     lock.release()
     lock.acquire()
     order.append("training")
     lock.release()
-    thread.join(HARD_TIMEOUT_S)
+    averaged.result(HARD_TIMEOUT_S)
     assert order == ["averaging", "training"]
 
 
 def test_threads_get_it_in_the_order_of_their_arrival_and_one_at_a_time() -> None:
-    lock = FairLock(CPU)
+    lock, alone = FairLock(CPU), threading.Lock()
     lock.acquire()
     order: list[int] = []
-    threads = []
 
     def work(k: int) -> None:
         lock.acquire()
-        assert len(order) == k
+        assert alone.acquire(blocking=False), "two threads have it"
+        time.sleep(0.001)  # so that another one would be seen
         order.append(k)
+        alone.release()
         lock.release()
 
+    futures = []
     for k in range(8):
-        threads.append(threading.Thread(target=work, args=(k,), daemon=True))
-        threads[-1].start()
+        futures.append(_start(functools.partial(work, k)))
         _waits(lock, 2 + k)
     lock.release()
-    for thread in threads:
-        thread.join(HARD_TIMEOUT_S)
+    _, late = wait(futures, HARD_TIMEOUT_S, FIRST_EXCEPTION)
+    for future in futures:
+        if future.done():
+            future.result()  # an error of the thread, if there was one
+    assert not late
     assert order == list(range(8))
 
 
 def test_closing_sends_who_waits_away_and_leaves_who_has_it() -> None:
     lock = FairLock(CPU)
     assert lock.acquire()
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(lock.acquire()), daemon=True)
-    thread.start()
+    is_acquired = _start(lock.acquire)
     _waits(lock, 2)
     lock.close()
-    thread.join(HARD_TIMEOUT_S)
-    assert answers == [False]
+    assert is_acquired.result(HARD_TIMEOUT_S) is False
     lock.release()
     assert not lock.acquire()

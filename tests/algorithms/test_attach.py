@@ -36,7 +36,7 @@ from tests.support.ranks import Ranks, error_of
 
 
 class _OddError(Exception):
-    """Cannot be pickled, nor made from a text."""
+    """An error that can neither be pickled nor made from a text."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__(f"odd {second}")
@@ -44,7 +44,7 @@ class _OddError(Exception):
 
 
 class _FailingAtFirst(BackgroundHandle):
-    """Fails before its base class has made anything, or after, and again where it is closed."""
+    """Fails before its base class has made anything, or after that, and again in `close`."""
 
     def __init__(self, training: Any, algorithm: Any) -> None:
         if algorithm.when == "before" and dist.get_rank() == 1:
@@ -90,8 +90,8 @@ FAILURES: list[tuple[str, Any]] = [
 
 
 def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
-    """What an algorithm leaves behind, besides an idle comm hook."""
-    from torch.optim import optimizer as every  # its private names are read here
+    """All that an algorithm could leave behind, besides an idle comm hook."""
+    from torch.optim import optimizer as optimizers  # its private names are read here
 
     gc.collect()
     stop_s = time.monotonic() + 60
@@ -100,17 +100,17 @@ def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
         if not threads:
             break
         time.sleep(0.01)
-    hooks = (
+    tables_of_hooks = (
         ddp._forward_pre_hooks,
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        every._global_optimizer_pre_hooks,
-        every._global_optimizer_post_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
     )
     return {
         "threads": threads,
         "groups": len(dist.distributed_c10d._world.pg_map),
-        "hooks": [len(each) for each in hooks],
+        "hooks": [len(hooks) for hooks in tables_of_hooks],
         "source": source_of(ddp),
         "comm hook": (_torch.has_comm_hook(ddp), _torch.hook_states(ddp)),
     }
@@ -129,7 +129,7 @@ def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
     with contextlib.ExitStack() as stack:
         if where and rank == 1:
             stack.enter_context(mock.patch(where, side_effect=ArithmeticError("no luck")))
-        said = error_of(lambda: attach(ddp, optimizer, algorithm))
+        error = error_of(lambda: attach(ddp, optimizer, algorithm))
     after = _traces(ddp, optimizer)
     assert after == before, (before, after)
     x = batches(rank, [(4, WIDTH)])[0]
@@ -144,7 +144,7 @@ def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
     assert handle.num_communications == 2
     handle.detach()
     assert _traces(ddp, optimizer) == before
-    return said
+    return error
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
 def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
     ranks: Ranks, where: str, algorithm: Any
 ) -> None:
-    """Wherever it fails; the error is raised on all ranks, and says which one it is from."""
-    for said in ranks.run(_fail_to_attach, where, algorithm):
+    """The error is raised on all ranks, wherever it comes from, and names the rank that failed."""
+    for error in ranks.run(_fail_to_attach, where, algorithm):
         why = "ArithmeticError: no luck" if where else "_OddError: odd "
-        assert said.startswith(f"AttachError: on rank 1: {why}")
+        assert error.startswith(f"AttachError: on rank 1: {why}")
 
 
 def test_the_rank_that_failed_has_the_cause(one_rank: None) -> None:
@@ -169,12 +169,12 @@ def test_the_rank_that_failed_has_the_cause(one_rank: None) -> None:
 
 
 def test_a_ddp_module_that_was_never_made_is_no_other_one(one_rank: None) -> None:
-    """Its constructor raised, and somebody keeps the error, as a notebook does."""
-    with pytest.raises(RuntimeError, match="any parameter that requires a gradient") as kept:
+    """Its constructor raised, and somebody keeps the error with its frames, as a notebook does."""
+    with pytest.raises(RuntimeError, match="any parameter that requires a gradient") as raised:
         DistributedDataParallel(MLP(1).requires_grad_(False))
     ddp = DistributedDataParallel(MLP(1))
     attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT).detach()
-    assert kept.tb is not None
+    assert raised.tb is not None  # the reference that has kept the module until here
 
 
 def _attach_on_nodes_of(rank: int) -> str:
@@ -184,9 +184,9 @@ def _attach_on_nodes_of(rank: int) -> str:
         return error_of(lambda: attach(ddp, optimizer, ByteGrad()))
 
 
-def test_ranks_that_are_told_of_other_nodes_find_out(ranks: Ranks) -> None:
-    for said in ranks.run(_attach_on_nodes_of):
-        assert "ranks on each node is 2 instead of 1" in said
+def test_ranks_with_unequal_local_world_sizes_are_refused(ranks: Ranks) -> None:
+    for error in ranks.run(_attach_on_nodes_of):
+        assert "ranks on each node is 2 instead of 1" in error
 
 
 # ---- a parameter in two DDP modules --------------------------------------------------------------
@@ -199,25 +199,25 @@ def _share(rank: int) -> list[str]:
     others: list[Any] = [DistributedDataParallel(nn.Sequential(MLP(1), model.layers[1]))]
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    said = [error_of(lambda: attach(ddp, optimizer, FLAT))]
+    errors = [error_of(lambda: attach(ddp, optimizer, FLAT))]
     others[0].circle = others  # which the garbage collector has to find
     if rank == 0:
         others = []
-    said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
+    errors.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
     others = []
     frozen = MLP(1).requires_grad_(False)
-    keep = DistributedDataParallel(nn.Sequential(frozen, MLP(1)))
+    other = DistributedDataParallel(nn.Sequential(frozen, MLP(1)))
     ddp = DistributedDataParallel(nn.Sequential(frozen, model))  # the first one is not needed
     handle = attach(ddp, optimizer, FLAT)
     ddp(x).sum().backward()
-    keep(x).sum().backward()
+    other(x).sum().backward()
     optimizer.step()
     handle.detach()
-    return said
+    return errors
 
 
 def test_a_parameter_in_two_ddp_modules_is_refused(ranks: Ranks) -> None:
-    """On all ranks; a frozen one may be, and one in a module that is garbage."""
+    """All ranks refuse it; a frozen one is taken, and one whose other module is garbage."""
     for first, second in ranks.run(_share):
         assert first.startswith("AttachError: on rank 0: layers.1.weight is also in another Distr")
         assert second.startswith("AttachError: on rank 1: layers.1.weight is also in another Distr")
@@ -232,16 +232,16 @@ def _refuse(rank: int) -> list[str]:
     sparse = DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
     imaginary = DistributedDataParallel(Imaginary())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    mine = [optimizer, torch.optim.SGD(ddp.parameters(), lr=0.2)][rank]
+    with_other_lr = [optimizer, torch.optim.SGD(ddp.parameters(), lr=0.2)][rank]
     lbfgs = torch.optim.LBFGS(ddp.parameters())
     small: Any = ByteGrad(local_world_size=[2, 1][rank])
     environment = os.environ.pop("LOCAL_WORLD_SIZE", None)
     try:
-        said = [
+        errors = [
             error_of(lambda: attach(ddp, [optimizer, lbfgs][rank], FLAT)),
             error_of(lambda: attach(ddp, optimizer, Decentralized)),  # type: ignore[arg-type]
             error_of(lambda: attach(ddp, [optimizer, "SGD"][rank : rank + 1], FLAT)),  # type: ignore[arg-type]
-            error_of(lambda: attach(ddp, mine, FLAT)),
+            error_of(lambda: attach(ddp, with_other_lr, FLAT)),
             error_of(
                 lambda: attach(
                     ddp,
@@ -262,11 +262,11 @@ def _refuse(rank: int) -> list[str]:
             error_of(lambda: attach(imaginary, optimizer, FLAT)),
         ]
         handle = attach(ddp, optimizer, FLAT)
-        said.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
+        errors.append(error_of(lambda: attach(ddp, optimizer, FLAT)))
         handle.detach()
-        said.append(error_of(handle.average))
-        said.append(error_of(lambda: attach(MLP(2), optimizer, FLAT)))
-        return said
+        errors.append(error_of(handle.average))
+        errors.append(error_of(lambda: attach(MLP(2), optimizer, FLAT)))
+        return errors
     finally:
         if environment is not None:
             os.environ["LOCAL_WORLD_SIZE"] = environment
@@ -298,8 +298,8 @@ REFUSALS = [
 
 
 def test_bad_input_is_refused_on_all_ranks_before_anything_hangs(ranks: Ranks) -> None:
-    for said in ranks.run(_refuse):
-        for (kind, text), message in zip(REFUSALS, said, strict=True):
+    for errors in ranks.run(_refuse):
+        for (kind, text), message in zip(REFUSALS, errors, strict=True):
             assert message.startswith(f"{kind}: "), message
             assert text in message
 
@@ -312,7 +312,7 @@ def test_without_a_process_group_attach_refuses(one_rank: None) -> None:
 
 
 def _start_apart(rank: int) -> bool:
-    """Weights and momentum that were changed on one rank are rank 0's after `attach`."""
+    """Change weights and momentum on rank 1, attach, and return whether they are rank 0's."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(2))
     optimizer = torch.optim.Adam(ddp.parameters())

@@ -22,7 +22,7 @@ from ddpopt.algorithms.bytegrad import (
     read_ranges,
 )
 from ddpopt.errors import NonFiniteError
-from tests.support.algorithms import lose_rank_1
+from tests.support.algorithms import flat_weights, lose_rank_1
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import MakeRanks, Ranks
@@ -33,10 +33,6 @@ CAP_MB = 0.02  # one layer a bucket
 
 def _gradient(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.float().flatten() for p in module.parameters()])
-
-
-def _flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
 
 
 def _setting(
@@ -61,7 +57,7 @@ def _backward(forward: Any, optimizer: Any, x: torch.Tensor) -> None:
     forward(x).float().pow(2).mean().backward()
 
 
-# ---- one value a time -------------------------------------------------------------------------
+# ---- one bucket -------------------------------------------------------------------------------
 
 
 class Vector(nn.Module):
@@ -127,22 +123,24 @@ CASES = [
 def test_a_bucket_is_reduced_as_the_simulator_does(
     four_ranks: Ranks, num_ranks: int, num_values: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """And is bitwise equal on all ranks, also those that computed a chunk themselves."""
-    found = four_ranks.run(_reduce, num_ranks, num_values, dtype, options)[:num_ranks]
+    """It is bitwise equal on all ranks, also on those that computed a chunk themselves."""
+    gradients = four_ranks.run(_reduce, num_ranks, num_values, dtype, options)[:num_ranks]
     expected = _simulate(num_ranks, num_values, dtype, options)
-    for gradient in found:
-        assert torch.equal(gradient, found[0])
+    for gradient in gradients:
+        assert torch.equal(gradient, gradients[0])
         assert gradient.dtype == dtype
         torch.testing.assert_close(gradient, expected)
 
 
 @pytest.mark.parametrize("num_ranks", [6, 8])
-def test_a_bucket_is_reduced_on_more_ranks(eight_ranks: Ranks, num_ranks: int) -> None:
-    args = (num_ranks, 50, torch.float32, {})
-    found = eight_ranks.run(_reduce, *args)[:num_ranks]
-    for gradient in found:
-        assert torch.equal(gradient, found[0])
-        torch.testing.assert_close(gradient, _simulate(*args))
+def test_a_bucket_is_reduced_as_the_simulator_does_on_more_ranks(
+    eight_ranks: Ranks, num_ranks: int
+) -> None:
+    case = (num_ranks, 50, torch.float32, {})
+    gradients = eight_ranks.run(_reduce, *case)[:num_ranks]
+    for gradient in gradients:
+        assert torch.equal(gradient, gradients[0])
+        torch.testing.assert_close(gradient, _simulate(*case))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +149,9 @@ def test_a_bucket_is_reduced_on_more_ranks(eight_ranks: Ranks, num_ranks: int) -
 def test_nothing_is_compressed_where_nothing_leaves_the_node(
     four_ranks: Ranks, num_ranks: int, options: dict[str, Any]
 ) -> None:
-    found = four_ranks.run(_reduce, num_ranks, 50, torch.float32, options)[:num_ranks]
+    gradients = four_ranks.run(_reduce, num_ranks, 50, torch.float32, options)[:num_ranks]
     mean = sum(_gradient_of(rank, 50, torch.float32) for rank in range(num_ranks)) / num_ranks
-    for gradient in found:
+    for gradient in gradients:
         torch.testing.assert_close(gradient, mean, rtol=1e-6, atol=1e-7)
 
 
@@ -179,23 +177,26 @@ def _train(rank: int, num_ranks: int, is_compressed: bool) -> Any:
         gradients.append(_gradient(ddp))
     counts = (handle.num_steps, handle.num_communications)
     handle.detach()
-    return gradients, _flat(ddp), counts
+    return gradients, flat_weights(ddp), counts
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_training_is_close_to_allreduce(four_ranks: Ranks, num_ranks: int) -> None:
-    found = four_ranks.run(_train, num_ranks, True)[:num_ranks]
-    exact = four_ranks.run(_train, num_ranks, False)[0]
-    for gradients, weights, (num_steps, num_communications) in found:
+    """Gradients and weights are bitwise equal on all ranks, and close to those of DDP alone."""
+    results = four_ranks.run(_train, num_ranks, True)[:num_ranks]
+    exact_gradients, exact_weights, _ = four_ranks.run(_train, num_ranks, False)[0]
+    first_gradients, first_weights, _ = results[0]
+    for gradients, weights, (num_steps, num_communications) in results:
         assert num_steps == 6
         assert num_communications > 6  # more than one bucket
-        assert torch.equal(weights, found[0][1])
-        torch.testing.assert_close(weights, exact[1], rtol=0, atol=1e-4)
-        for gradient, other, reference in zip(gradients, found[0][0], exact[0], strict=True):
-            assert torch.equal(gradient, other)
-            assert not torch.equal(gradient, reference)
+        assert torch.equal(weights, first_weights)
+        torch.testing.assert_close(weights, exact_weights, rtol=0, atol=1e-4)
+        for step, reference in enumerate(exact_gradients):
+            assert torch.equal(gradients[step], first_gradients[step])
+            assert not torch.equal(gradients[step], reference)
+            # The codes of several ranks are rounded, and then those of the mean.
             width = float(reference.max() - reference.min())
-            assert (gradient - reference).abs().max() < width / 40  # several ranks' and the mean's
+            assert (gradients[step] - reference).abs().max() < width / 40
 
 
 def _compile(rank: int, split: str) -> Any:
@@ -211,7 +212,7 @@ def _compile(rank: int, split: str) -> Any:
         for x in batches(rank, [(8, WIDTH)] * 5):
             _backward(forward, optimizer, x)
             optimizer.step()
-        results.append((_flat(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        results.append((flat_weights(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
         handle.detach(average=False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -257,7 +258,7 @@ def _train_with(rank: int, ddp_options: dict[str, Any]) -> Any:
         else:
             optimizer.step()
     handle.detach(average=False)
-    return messages, _flat(ddp)
+    return messages, flat_weights(ddp)
 
 
 @pytest.mark.parametrize(
@@ -268,19 +269,21 @@ def _train_with(rank: int, ddp_options: dict[str, Any]) -> Any:
         {"gradient_as_bucket_view": True},
     ],
 )
-def test_ddp_options_are_taken(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
-    """With errors in the first step, whose buckets DDP reduces elsewhere for a static graph."""
-    found = ranks.run(_train_with, ddp_options)
-    for messages, weights in found:
+def test_nan_is_raised_in_its_step_under_ddps_options(
+    ranks: Ranks, ddp_options: dict[str, Any]
+) -> None:
+    """The first step, in which a static graph's buckets are reduced elsewhere, is one of them."""
+    results = ranks.run(_train_with, ddp_options)
+    for messages, weights in results:
         assert messages == ["gradients in step 1", "gradients in step 4"]
-        assert torch.equal(weights, found[0][1])
+        assert torch.equal(weights, results[0][1])
 
 
 # ---- what goes wrong --------------------------------------------------------------------------
 
 
 def _poison(rank: int, options: dict[str, Any], value: float) -> Any:
-    """One rank's gradients are bad once; then all leave the update out and go on."""
+    """Train with bad gradients on one rank once, where all leave the update out."""
     setting = _setting(4, options)
     assert setting is not None
     ddp, optimizer, handle = setting
@@ -294,7 +297,7 @@ def _poison(rank: int, options: dict[str, Any], value: float) -> Any:
         else:
             optimizer.step()
     handle.detach(average=False)
-    return message, _flat(ddp)
+    return message, flat_weights(ddp)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -306,15 +309,15 @@ def _poison(rank: int, options: dict[str, Any], value: float) -> Any:
         {"hierarchical": True, "local_world_size": 4},
     ],
 )
-def test_what_is_not_finite_on_one_rank_is_raised_by_backward_on_all(
+def test_gradients_not_finite_on_one_rank_are_raised_by_backward_on_all(
     four_ranks: Ranks, options: dict[str, Any], value: float
 ) -> None:
     """DDP is in order afterwards: training can go on."""
-    found = four_ranks.run(_poison, options, value)
-    for message, weights in found:
+    results = four_ranks.run(_poison, options, value)
+    for message, weights in results:
         assert message.startswith("gradients in step 2 are NaN")
         assert weights.isfinite().all()
-        assert torch.equal(weights, found[0][1])
+        assert torch.equal(weights, results[0][1])
 
 
 def _die(rank: int) -> str:
@@ -326,13 +329,13 @@ def _die(rank: int) -> str:
 
 
 def test_a_killed_rank_fails_the_backward_of_the_others(make_ranks: MakeRanks) -> None:
-    said = make_ranks(3).run_survivors({0, 2}, _die)
+    errors = make_ranks(3).run_survivors({0, 2}, _die)
     for rank in (0, 2):
-        assert re.match(r"reducing gradients in step [234] failed: ", said[rank])
-        assert "another rank has ended" in said[rank]
+        assert re.match(r"reducing gradients in step [234] failed: ", errors[rank])
+        assert "another rank has ended" in errors[rank]
 
 
-# ---- Codes -------------------------------------------------------------------------------------
+# ---- codes -------------------------------------------------------------------------------------
 
 
 # Bagua's values with the clamp: values, codes, what they are decompressed to.
@@ -365,7 +368,7 @@ def _codes(message: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(values: list[float]) -> tuple[list[int], torch.Tensor]:
-    """One value after the other, as [Note: codes] says."""
+    """The codes of one value after the other, as [Note: codes] says, and what they stand for."""
     x = torch.tensor(values, dtype=torch.float32)
     scale = 255 / (x.max() - x.min() + EPSILON)
     highest = torch.round(x.max() * scale)
@@ -388,7 +391,7 @@ def test_each_chunk_is_compressed_as_if_alone(block: list[list[float]]) -> None:
 
 @given(BLOCKS, DTYPES)
 def test_at_most_half_a_level_is_lost(block: list[list[float]], dtype: torch.dtype) -> None:
-    """Beside float32 rounding of values that are large for their range."""
+    """Values that are large for their range lose float32's rounding besides."""
     values = torch.tensor(block).clamp(-6e4, 6e4).to(dtype)
     lost = (decompress(compress(values)) - values.float()).abs()
     exact = values.float()
@@ -412,8 +415,8 @@ def test_equal_values_stay_as_they_are(value: float, num_values: int) -> None:
 @pytest.mark.parametrize("values", [[1e5, 1e5 + 1], [-1e5 - 1, -1e5], [1e-30, 0.0], [0.0, 0.0]])
 def test_values_that_are_large_for_their_range_do_not_wrap(values: list[float]) -> None:
     """Their levels are beyond what float32 counts by one, where codes of 256 come from."""
-    given_ = torch.tensor([values])
-    torch.testing.assert_close(decompress(compress(given_)), given_, rtol=1e-6, atol=3e-3)
+    chunk = torch.tensor([values])
+    torch.testing.assert_close(decompress(compress(chunk)), chunk, rtol=1e-6, atol=3e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -437,7 +440,7 @@ def test_ranges_of_half_precision_are_float32(dtype: torch.dtype) -> None:
     ],
 )
 def test_ranges_show_what_cannot_be_compressed(values: list[float]) -> None:
-    """Also after a mean of what was decompressed, which is how ranks tell each other."""
+    """They show it after a mean of what was decompressed too: that is how ranks tell each other."""
     bad = torch.tensor([values])
     message = compress(torch.cat([torch.ones(1, 2), bad]))
     assert are_finite(message[:1])

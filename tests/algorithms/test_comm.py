@@ -23,10 +23,10 @@ from ddpopt.algorithms import (
     Decentralized,
     LowPrecisionDecentralized,
     QAdam,
-    QAdamOptimizer,
     attach,
 )
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, _make_group
+from tests.support.algorithms import attached_mlp, flat_weights, optimizer_for
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
@@ -51,6 +51,24 @@ def _nodes(rank: int) -> list[float]:
 def test_nodes_average_leaders_meet_and_nodes_are_told(four_ranks: Ranks) -> None:
     """0.5 and 2.5 are the nodes' means, 3 their sum; 1.5 is the mean of one node of all."""
     assert four_ranks.run(_nodes) == [[3.0, 1.5]] * 4
+
+
+def _be_in_unequal_groups(rank: int) -> float:
+    """Train where rank 0 alone has made further groups: torch names groups by their number."""
+    num_further = 3 if rank == 0 else 0
+    further = [dist.new_group([0], use_local_synchronization=True) for _ in range(num_further)]
+    ddp, optimizer, handle = attached_mlp(Decentralized(local_world_size=2))
+    ddp(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    handle.detach()
+    for group in further:
+        dist.destroy_process_group(group)
+    return flat_weights(ddp).sum().item()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
+    first, second = ranks.run(_be_in_unequal_groups)
+    assert first == second
 
 
 def _mean(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -121,7 +139,7 @@ def test_weights_of_float16_may_be_large(ranks: Ranks, name: str) -> None:
 
 
 def _make_beside_a_device(rank: int) -> None:
-    """As after `init_process_group(device_id=...)`, and with a rank that makes no group."""
+    """Make a group on rank 0 alone, as after `init_process_group(device_id=...)`."""
     default = dist.group.WORLD
     assert default is not None
     default.bound_device_id = torch.device("cuda", 0)
@@ -142,11 +160,11 @@ def test_no_group_is_split_off_the_default_one(ranks: Ranks) -> None:
 
 
 def test_ranks_meet_on_ddps_device(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not on the current one, which may be another rank's."""
+    """They do not on the current device, which may be another rank's."""
     device, asked = torch.device("cuda", 3), []
 
-    def broadcast(objects: list[str], **given: Any) -> None:
-        asked.append(given["device"])
+    def broadcast(objects: list[str], **options: Any) -> None:
+        asked.append(options["device"])
 
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(dist, "barrier", lambda _group, device_ids: asked.append(device_ids))
@@ -193,7 +211,7 @@ def _attach_and_detach(rank: int, algorithm: Any) -> list[tuple[int, int]]:
     ids=lambda algorithm: algorithm.name,
 )
 def test_groups_end_when_the_algorithm_is_detached(four_ranks: Ranks, algorithm: Any) -> None:
-    """And close their connections."""
+    """The groups are gone, and their connections closed."""
     for before, second, fourth in four_ranks.run(_attach_and_detach, algorithm):
         assert second[0] == fourth[0] == before[0]
         assert fourth[1] <= second[1]
@@ -209,28 +227,26 @@ PREFIX = "ddpopt.algorithm."
 
 
 def _numbers(model: Any) -> dict[str, float]:
-    found = ddpopt.metrics(model).items()
-    return {name.removeprefix(PREFIX): v for name, v in found if name.startswith(PREFIX)}
+    metrics = ddpopt.metrics(model).items()
+    return {name.removeprefix(PREFIX): v for name, v in metrics if name.startswith(PREFIX)}
 
 
 def _train(rank: int, algorithm: Any) -> list[dict[str, float]]:
     """Return the algorithm's metrics after each step, the last with no update, and detached."""
     ddp = DistributedDataParallel(MLP(DEPTH, bias=False), bucket_cap_mb=0.03)
-    kind = QAdamOptimizer if isinstance(algorithm, QAdam) else torch.optim.SGD
-    given = {"warmup_steps": 2} if isinstance(algorithm, QAdam) else {}
-    optimizer = kind(ddp.parameters(), lr=0.01, **given)
+    optimizer = optimizer_for(algorithm, ddp.parameters(), lr=0.01, warmup_steps=2)
     handle = attach(ddp, optimizer, algorithm)
-    found = []
+    numbers = []
     for step, x in enumerate(batches(rank, [(4, WIDTH)] * (STEPS + 1))):
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         if step < STEPS:
             optimizer.step()
-            found.append(_numbers(ddp))
+            numbers.append(_numbers(ddp))
     handle.settle()
-    found.append(_numbers(ddp))
+    numbers.append(_numbers(ddp))
     handle.detach()
-    return [*found, _numbers(ddp)]
+    return [*numbers, _numbers(ddp)]
 
 
 # How much of what DDP sends a step sends, and how many steps send nothing.
@@ -244,19 +260,19 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_was_sent_is_told(ranks: Ranks, row: str) -> None:
-    """By values or codes and their ranges; plain DDP is what it is compared with."""
+def test_metrics_count_bytes_sent_and_saved(ranks: Ranks, row: str) -> None:
+    """Bytes are those of values, or of codes and their ranges; saved is what DDP sends beyond."""
     algorithm, part, num_skipped = ROWS[row]
     for *steps, last, detached in ranks.run(_train, algorithm):
-        assert [found["steps"] for found in steps] == [1, 2, 3, 4]
+        assert [numbers["steps"] for numbers in steps] == [1, 2, 3, 4]
         assert steps[-1]["skipped_steps"] == num_skipped
         assert steps[-1]["stale_steps"] == (num_skipped > 0)
         sent = part * PLAIN * (STEPS - num_skipped)
         assert steps[-1]["sent_bytes"] == pytest.approx(sent, rel=0.02)
-        for found in steps:
-            total = found["sent_bytes"] + found["saved_bytes"]
-            assert total == pytest.approx(found["steps"] * PLAIN)
-        assert [found["skipped_updates"] for found in steps] == [0] * STEPS
+        for numbers in steps:
+            total = numbers["sent_bytes"] + numbers["saved_bytes"]
+            assert total == pytest.approx(numbers["steps"] * PLAIN)
+        assert [numbers["skipped_updates"] for numbers in steps] == [0] * STEPS
         assert last["skipped_updates"] == 1
         assert last["steps"] == STEPS + 1
         assert detached == {}
@@ -274,21 +290,21 @@ def _train_beside_rounds(rank: int) -> list[dict[str, float]]:
     ddp = DistributedDataParallel(MLP(DEPTH, bias=False), broadcast_buffers=False)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     handle = attach(ddp, optimizer, AsyncModelAverage(sync_interval_ms=1, warmup_steps=1))
-    found = []
+    numbers = []
     for x in batches(rank, [(4, WIDTH)] * 3):
         num_rounds = handle.num_communications
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-        found.append(_numbers(ddp))
+        numbers.append(_numbers(ddp))
         while handle.num_steps > 1 and handle.num_communications == num_rounds:
             time.sleep(0.001)
     optimizer.zero_grad()
     ddp(x).square().mean().backward()
     optimizer.step()
-    found.append(_numbers(ddp))
+    numbers.append(_numbers(ddp))
     handle.detach()
-    return found
+    return numbers
 
 
 def test_rounds_in_the_background_are_counted_by_steps_of_training(ranks: Ranks) -> None:
@@ -301,7 +317,7 @@ def test_rounds_in_the_background_are_counted_by_steps_of_training(ranks: Ranks)
 
 
 def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
-    """Those of steps and those of algorithms."""
+    """These are the metrics of steps and those of algorithms."""
     ddp = DistributedDataParallel(MLP(DEPTH), bucket_cap_mb=0.03)
     model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -310,15 +326,15 @@ def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
-    found = ddpopt.metrics(ddp)
-    assert found.keys() >= {"ddpopt.step.ms", "ddpopt.buckets", *handle.metrics()}
+    metrics = ddpopt.metrics(ddp)
+    assert metrics.keys() >= {"ddpopt.step.ms", "ddpopt.buckets", *handle.metrics()}
     text = (ROOT / "docs" / "reading-the-logs.md").read_text()
-    assert [name for name in found if f"`{name}`" not in text] == []
+    assert [name for name in metrics if f"`{name}`" not in text] == []
     handle.detach()
 
 
 def test_a_state_that_is_loaded_is_no_communication(one_rank: None) -> None:
-    """Its steps are not counted either; of the next three, the second one communicates."""
+    """The state's steps are not counted either; of the next three, the second communicates."""
     ddp = DistributedDataParallel(MLP(DEPTH))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     every_second = Decentralized(hierarchical=False, communication_interval=2)
@@ -327,8 +343,8 @@ def test_a_state_that_is_loaded_is_no_communication(one_rank: None) -> None:
     for _ in range(3):
         ddp(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
-    found = _numbers(ddp)
-    assert (found["steps"], found["skipped_steps"], found["stale_steps"]) == (3, 2, 1)
+    numbers = _numbers(ddp)
+    assert (numbers["steps"], numbers["skipped_steps"], numbers["stale_steps"]) == (3, 2, 1)
     handle.detach()
 
 
@@ -366,7 +382,7 @@ def test_add_adds_elementwise_in_every_layout() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_moving_keeps_what_was_written_and_takes_the_mean_elsewhere(dtype: torch.dtype) -> None:
-    """Bitwise the mean where nothing was written; the difference of float16 may not fit in it."""
+    """It is bitwise the mean where nothing was written, also where a difference would overflow."""
     parameter = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, -60000.0, torch.nan, 5.0], dtype=dtype))
     weights = FlatWeights([parameter])
     sent = weights.copy()

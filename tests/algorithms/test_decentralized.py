@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,15 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.algorithms import Decentralized, LowPrecisionDecentralized, attach, decentralized
 from ddpopt.algorithms.bytegrad import EPSILON, compress, decompress
 from ddpopt.algorithms.decentralized import rotating_peer
-from ddpopt.errors import AttachError, NonFiniteError, OptionError
-from tests.support.algorithms import lose_rank_1
+from ddpopt.errors import NonFiniteError
+from tests.support.algorithms import flat_weights, lose_rank_1
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import MakeRanks, Ranks
+from tests.support.ranks import MakeRanks, Ranks, error_of
 
 LR = 0.1
 
-# Of BAGUA: weights that start as the rank's number, without gradients.
+# From Bagua: weights that start as the rank's number, without gradients.
 CONSENSUS = {
     2: [[0.5, 0.5]],
     4: [[1, 2, 1, 2], [1.5] * 4],
@@ -54,13 +57,13 @@ def _consensus(rank: int, num_ranks: int, num_steps: int) -> list[float] | None:
     handle = attach(ddp, optimizer, algorithm)
     with torch.no_grad():
         ddp.module.weight.fill_(rank)
-    seen = []
+    weights = []
     for _ in range(num_steps):
         ddp(torch.ones(())).backward()
         optimizer.step()
-        seen.append(ddp.module.weight.item())
+        weights.append(ddp.module.weight.item())
     handle.detach(average=False)
-    return seen
+    return weights
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -77,10 +80,10 @@ def test_shift_one_reaches_the_golden_values_on_more_ranks(
 
 def _check_consensus(ranks: Ranks, num_ranks: int) -> None:
     expected = CONSENSUS[num_ranks]
-    found = ranks.run(_consensus, num_ranks, len(expected))[:num_ranks]
+    weights_by_rank = ranks.run(_consensus, num_ranks, len(expected))[:num_ranks]
     for step, values in enumerate(expected):
         if values is not None:
-            assert [steps[step] for steps in found] == values
+            assert [weights[step] for weights in weights_by_rank] == values
 
 
 def _setting(rank: int, num_ranks: int, **options: Any) -> tuple[Any, Any, Any] | None:
@@ -98,29 +101,25 @@ def _setting(rank: int, num_ranks: int, **options: Any) -> tuple[Any, Any, Any] 
     return ddp, optimizer, handle
 
 
-def _flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
 def _train(rank: int, num_ranks: int, num_steps: int, options: dict[str, Any]) -> Any:
     setting = _setting(rank, num_ranks, **options)
     if setting is None:
         return None
     ddp, optimizer, handle = setting
-    weights = [_flat(ddp)]
+    weights = [flat_weights(ddp)]
     for x in batches(rank, [(8, WIDTH)] * num_steps):
         optimizer.zero_grad()
         ddp(x).pow(2).mean().backward()
         optimizer.step()
-        weights.append(_flat(ddp))
+        weights.append(flat_weights(ddp))
     counts = (handle.num_steps, handle.num_communications)
     handle.detach(average=False)
     return weights, counts
 
 
-def _simulate_on_first(rank: int, *args: Any) -> list[list[torch.Tensor]] | None:
-    """In a worker, whose number of threads decides the order in which it adds."""
-    return None if rank else _simulate(*args)
+def _run_on_first(rank: int, simulate: Callable[..., Any], *args: Any) -> Any:
+    """Simulate in a worker, whose number of threads decides the order in which it adds."""
+    return simulate(*args) if rank == 0 else None
 
 
 def _simulate(num_ranks: int, num_steps: int, options: dict[str, Any]) -> list[list[torch.Tensor]]:
@@ -135,7 +134,7 @@ def _simulate(num_ranks: int, num_steps: int, options: dict[str, Any]) -> list[l
         models.append(model)
         optimizers.append(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5))
     inputs = [batches(rank, [(8, WIDTH)] * num_steps) for rank in range(num_ranks)]
-    weights = [[_flat(model)] for model in models]
+    weights = [[flat_weights(model)] for model in models]
     interval, exchange = options.get("communication_interval", 1), 0
     for step in range(num_steps):
         before = [[p.detach().clone() for p in model.parameters()] for model in models]
@@ -145,7 +144,7 @@ def _simulate(num_ranks: int, num_steps: int, options: dict[str, Any]) -> list[l
             if step % interval == 0:
                 _mix(model, before, rank, exchange, options)
             optimizer.step()
-            weights[rank].append(_flat(model))
+            weights[rank].append(flat_weights(model))
         exchange += step % interval == 0
     return weights
 
@@ -164,10 +163,10 @@ def _mix(
         [sum(ws) / node for ws in zip(*before[k : k + node], strict=True)]
         for k in range(0, num_ranks, node)
     ]
-    place = rank // node
+    index = rank // node
     if options.get("peer_selection") == "shift_one":
-        peer = rotating_peer(place, len(nodes), exchange)
-        mixed = [(a + b) / 2 for a, b in zip(nodes[place], nodes[peer], strict=True)]
+        peer = rotating_peer(index, len(nodes), exchange)
+        mixed = [(a + b) / 2 for a, b in zip(nodes[index], nodes[peer], strict=True)]
     else:
         mixed = [sum(ws) / len(nodes) for ws in zip(*nodes, strict=True)]
     for parameter, value in zip(model.parameters(), mixed, strict=True):
@@ -182,13 +181,13 @@ def _mix(
 def test_training_equals_the_simulator(
     four_ranks: Ranks, num_ranks: int, selection: str, interval: int
 ) -> None:
-    """Bitwise in pairs, where there is one order of adding."""
+    """It does bitwise in pairs, where there is one order of adding."""
     options = {"peer_selection": selection, "communication_interval": interval}
-    found = four_ranks.run(_train, num_ranks, 7, options)[:num_ranks]
-    expected = four_ranks.run(_simulate_on_first, num_ranks, 7, options)[0]
+    results = four_ranks.run(_train, num_ranks, 7, options)[:num_ranks]
+    expected = four_ranks.run(_run_on_first, _simulate, num_ranks, 7, options)[0]
     is_exact = selection == "shift_one" or num_ranks < 3
     tolerance = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 1e-5, "atol": 1e-6}
-    for (weights, counts), steps in zip(found, expected, strict=True):
+    for (weights, counts), steps in zip(results, expected, strict=True):
         assert counts == (7, len(range(0, 7, interval)))
         for value, reference in zip(weights, steps, strict=True):
             torch.testing.assert_close(value, reference, **tolerance)
@@ -196,26 +195,29 @@ def test_training_equals_the_simulator(
 
 @pytest.mark.parametrize("selection", ["all", "shift_one"])
 def test_nodes_average_first_when_hierarchical(four_ranks: Ranks, selection: str) -> None:
-    """Two nodes of two ranks: the mean of each pair, mixed by the leaders, told to the node."""
+    """Of two nodes of two ranks, leaders mix the means of each node, and send them to the node."""
     options = {"peer_selection": selection, "hierarchical": True, "local_world_size": 2}
-    found = four_ranks.run(_train, 4, 5, options)
+    results = four_ranks.run(_train, 4, 5, options)
     expected = _simulate(4, 5, options)
-    for (weights, _), steps in zip(found, expected, strict=True):
+    for (weights, _), steps in zip(results, expected, strict=True):
         for value, reference in zip(weights, steps, strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
 
 
 def test_the_mean_of_all_ranks_moves_only_by_their_gradients(four_ranks: Ranks) -> None:
-    """The mixing is doubly stochastic; momentum and gradients are those of a mean model's."""
-    mixed = four_ranks.run(_train, 4, 1, {"peer_selection": "shift_one"})
-    alone = _simulate(4, 1, {"communication_interval": 2**30})  # step 0 mixes; undo by the mean
-    mean = sum(weights[-1] for weights, _ in mixed) / 4
-    expected = sum(weights[-1] for weights in alone) / 4
+    """However ranks are mixed, their mean moves by the mean of their updates.
+
+    Here they are mixed in pairs, and compared with all mixed with all: mixing is doubly stochastic.
+    """
+    mixed_in_pairs = four_ranks.run(_train, 4, 1, {"peer_selection": "shift_one"})
+    mixed_by_all = _simulate(4, 1, {})
+    mean = sum(weights[-1] for weights, _ in mixed_in_pairs) / 4
+    expected = sum(weights[-1] for weights in mixed_by_all) / 4
     torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-6)
 
 
 def _train_as_allreduce(rank: int, compiled: bool, split: str) -> Any:
-    """A loss that is linear in the weights has the same gradients wherever they are."""
+    """Train by averages of weights and by allreduce; gradients do not depend on the weights."""
     results = []
     for is_decentralized in (True, False):
         torch._dynamo.reset()
@@ -233,7 +235,7 @@ def _train_as_allreduce(rank: int, compiled: bool, split: str) -> Any:
             optimizer.step()
         if handle is not None:
             handle.detach()
-        results.append(_flat(ddp))
+        results.append(flat_weights(ddp))
     return results
 
 
@@ -262,56 +264,56 @@ def test_a_linear_loss_is_trained_as_by_allreduce(
 
 
 @torch.no_grad()
-def _write(ddp: Any, how: str) -> None:
+def _write(ddp: Any, kind: str) -> None:
     """Write weights as people do between a forward and its update."""
-    if how == "a checkpoint":  # by a guard against losses that are not finite
+    if kind == "a checkpoint":  # by a guard against losses that are not finite
         ddp.load_state_dict(
             {name: torch.full_like(v, 0.01) for name, v in ddp.state_dict().items()}
         )
     for parameter in ddp.parameters():
-        if how == "decay":
+        if kind == "decay":
             parameter.mul_(0.5)
-        elif how == "data":  # without a new version, of some elements only
+        elif kind == "data":  # without a new version, of some elements only
             parameter.data[:3] = 0.25
-        elif how == "swapped":  # as an average of weights (EMA) that is swapped in
+        elif kind == "swapped":  # as an average of weights (EMA) that is swapped in
             parameter.data = parameter.detach() + 1
 
 
-def _write_in_a_step(rank: int, selection: str, how: str, is_skipped: bool) -> None:
-    """Move weights by the mean less what was sent; unwritten ones become the mean itself."""
+def _write_in_a_step(rank: int, selection: str, kind: str, is_skipped: bool) -> None:
+    """Written weights move by the mean less what was sent; others become the mean itself."""
     setting = _setting(rank, 2, peer_selection=selection)
     assert setting is not None
     ddp, optimizer, handle = setting
     for group in optimizer.param_groups:
         group["momentum"] = 0.0
     for step, x in enumerate(batches(rank, [(8, WIDTH)] * 4)):
-        sent = _flat(ddp)
+        sent = flat_weights(ddp)
         mean = sent.clone()
         dist.all_reduce(mean)
         mean /= 2
         optimizer.zero_grad()
         ddp(x).pow(2).mean().backward()
         if step % 2:
-            _write(ddp, how)
-        written = _flat(ddp)
+            _write(ddp, kind)
+        written = flat_weights(ddp)
         gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
         moved = torch.where(written == sent, mean, written + (mean - sent))
         if step % 2 and is_skipped:
             handle.settle()
-            assert torch.equal(_flat(ddp), moved)
+            assert torch.equal(flat_weights(ddp), moved)
         else:
             optimizer.step()
-            torch.testing.assert_close(_flat(ddp), moved - LR * gradient)
+            torch.testing.assert_close(flat_weights(ddp), moved - LR * gradient)
     handle.detach()
 
 
 @pytest.mark.parametrize("is_skipped", [False, True], ids=["updated", "skipped"])
-@pytest.mark.parametrize("how", ["a checkpoint", "decay", "data", "swapped"])
+@pytest.mark.parametrize("kind", ["a checkpoint", "decay", "data", "swapped"])
 @pytest.mark.parametrize("selection", ["all", "shift_one"])
 def test_what_is_written_between_forward_and_update_stays(
-    ranks: Ranks, selection: str, how: str, is_skipped: bool
+    ranks: Ranks, selection: str, kind: str, is_skipped: bool
 ) -> None:
-    ranks.run(_write_in_a_step, selection, how, is_skipped)
+    ranks.run(_write_in_a_step, selection, kind, is_skipped)
 
 
 def _leave_nan(rank: int) -> list[bool]:
@@ -319,7 +321,7 @@ def _leave_nan(rank: int) -> list[bool]:
     setting = _setting(rank, 2)
     assert setting is not None
     ddp, optimizer, handle = setting
-    seen = []
+    are_finite = []
     for step, x in enumerate(batches(rank, [(8, WIDTH)] * 4)):
         if step == 1 and rank == 1:
             with torch.no_grad():
@@ -333,13 +335,13 @@ def _leave_nan(rank: int) -> list[bool]:
             continue
         loss.backward()
         optimizer.step()
-        seen.append(bool(_flat(ddp).isfinite().all()))
+        are_finite.append(bool(flat_weights(ddp).isfinite().all()))
     handle.detach()
-    return seen
+    return are_finite
 
 
 def test_a_checkpoint_that_replaces_nan_is_not_lost_to_their_mean(ranks: Ranks) -> None:
-    """On neither rank: what was sent was NaN on one, and so was the mean on both."""
+    """It is lost on neither rank; what one sent was NaN, and so was the mean of both."""
     assert ranks.run(_leave_nan) == [[True] * 3] * 2
 
 
@@ -365,11 +367,13 @@ def _overlap(rank: int) -> bool:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     model.handle = attach(ddp, optimizer, Decentralized(hierarchical=False))
     for _ in range(3):
-        before = _flat(ddp)
+        before = flat_weights(ddp)
         loss = ddp(torch.full((2, 4), float(rank))).sum()
-        unchanged = torch.equal(before, _flat(ddp))  # backward must see the forward's weights
+        unchanged = torch.equal(
+            before, flat_weights(ddp)
+        )  # backward must see the forward's weights
         loss.backward()
-        unchanged &= torch.equal(before, _flat(ddp))
+        unchanged &= torch.equal(before, flat_weights(ddp))
         optimizer.step()
     model.handle.detach()
     model.handle = None
@@ -382,7 +386,7 @@ def test_weights_are_averaged_behind_forward_and_replaced_after_backward(
     assert four_ranks.run(_overlap) == [True] * 4
 
 
-# ---- Peers -------------------------------------------------------------------------------------
+# ---- peers -------------------------------------------------------------------------------------
 
 
 TABLE = {
@@ -394,7 +398,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("num_ranks", TABLE)
-def test_the_rotation_is_bagua_s(num_ranks: int) -> None:
+def test_the_rotation_is_that_of_bagua(num_ranks: int) -> None:
     for exchange, row in enumerate(TABLE[num_ranks]):
         peers = [rotating_peer(rank, num_ranks, exchange) for rank in range(num_ranks)]
         assert peers == [int(digit) for digit in row]
@@ -415,11 +419,7 @@ def test_a_rank_is_its_peers_peer_and_meets_the_whole_other_half(num_ranks: int)
 
 
 RING_LR = 0.1
-BUCKET_BYTES = 20_000  # one layer of MLP
-
-
-def _flat_ring(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
+LAYER_BYTES = 20_000  # of a bucket that takes one layer of MLP
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -436,12 +436,12 @@ def _ring(
     group = first_ranks(num_ranks, timeout_s)
     if group is None:
         return None
-    decentralized.BUCKET_BYTES = BUCKET_BYTES
     torch.manual_seed(0)
     ddp = DistributedDataParallel(model or MLP(3), process_group=group)
     optimizer = _optimizer(ddp)
     algorithm = LowPrecisionDecentralized(**{"hierarchical": False, **options})
-    return ddp, optimizer, attach(ddp, optimizer, algorithm)
+    with mock.patch.object(decentralized, "BUCKET_BYTES", LAYER_BYTES):
+        return ddp, optimizer, attach(ddp, optimizer, algorithm)
 
 
 def _step(forward: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -464,21 +464,16 @@ def _train_ring(rank: int, num_ranks: int, num_steps: int, options: dict[str, An
     if setting is None:
         return None
     ddp, optimizer, handle = setting
-    seen = []
+    steps = []
     for x in batches(rank, [(8, WIDTH)] * num_steps):
         _step(ddp, optimizer, x)
-        seen.append((_flat_ring(ddp), _copies(handle)))
+        steps.append((flat_weights(ddp), _copies(handle)))
     counts = (handle.num_steps, handle.num_communications)
     handle.detach(average=False)
-    return seen, counts
+    return steps, counts
 
 
 # ---- the slow reference -----------------------------------------------------------------------
-
-
-def _simulate_ring_on_first(rank: int, *args: Any) -> Any:
-    """In a worker, whose number of threads decides the order in which it adds."""
-    return None if rank else _simulate_ring(*args)
 
 
 def _simulate_ring(num_ranks: int, num_steps: int, options: dict[str, Any]) -> Any:
@@ -511,7 +506,7 @@ def _simulate_ring(num_ranks: int, num_steps: int, options: dict[str, Any]) -> A
             for rank, model in enumerate(models):
                 _assign(model, replicas[rank // node])
         for rank, model in enumerate(models):
-            weights[rank].append(_flat_ring(model))
+            weights[rank].append(flat_weights(model))
     return weights, widths
 
 
@@ -536,10 +531,10 @@ def _mix_ring(
     for index, mean in enumerate(means):
         left, right = replicas[index - 1], replicas[(index + 1) % len(replicas)]
         mixed = []
-        for x, own, at_left, at_right in zip(mean, replicas[index], left, right, strict=True):
-            z = x + at_left * (1 / 3) + at_right * (1 / 3) - own * (5 / 3)
+        for x, sent, at_left, at_right in zip(mean, replicas[index], left, right, strict=True):
+            z = x + at_left * (1 / 3) + at_right * (1 / 3) - sent * (5 / 3)
             width = max(width, float(z.max() - z.min()))
-            mixed.append(own + decompress(compress(z.view(1, -1))).view(-1))
+            mixed.append(sent + decompress(compress(z.view(1, -1))).view(-1))
         new.append(mixed)
     return new, width
 
@@ -549,61 +544,66 @@ def _mix_ring(
 def test_training_on_a_ring_equals_the_simulator(
     four_ranks: Ranks, num_ranks: int, interval: int
 ) -> None:
-    """On steps without an exchange too, where ranks run on their own.
+    """It does on steps without an exchange too, where each rank trains by itself.
 
-    Within a level of a code or so: sums that round otherwise can fall on the other side of a tie.
+    They are equal up to a level of a code or so: sums that round otherwise can fall on the other
+    side of a tie.
     """
     options = {"communication_interval": interval}
-    found = four_ranks.run(_train_ring, num_ranks, 7, options)[:num_ranks]
-    expected, widths = four_ranks.run(_simulate_ring_on_first, num_ranks, 7, options)[0]
-    for (seen, counts), steps in zip(found, expected, strict=True):
+    results = four_ranks.run(_train_ring, num_ranks, 7, options)[:num_ranks]
+    expected, widths = four_ranks.run(_run_on_first, _simulate_ring, num_ranks, 7, options)[0]
+    for (steps, counts), references in zip(results, expected, strict=True):
         assert counts == (7, len(range(0, 7, interval)))
-        for (value, _), reference in zip(seen, steps, strict=True):
+        for (value, _), reference in zip(steps, references, strict=True):
             torch.testing.assert_close(value, reference, rtol=0, atol=3 * max(widths) / 255)
             assert (value - reference).abs().mean() < 1e-6
 
 
 def test_nodes_average_first_and_then_make_a_ring(four_ranks: Ranks) -> None:
-    """Two nodes of two ranks; only leaders have replicas, and a node has equal weights."""
+    """There are two nodes of two ranks; leaders alone have replicas, and a node equal weights."""
     options = {"hierarchical": True, "local_world_size": 2}
-    found = four_ranks.run(_train_ring, 4, 5, options)
-    expected, widths = four_ranks.run(_simulate_ring_on_first, 4, 5, options)[0]
-    for (seen, _), steps in zip(found, expected, strict=True):
-        for (value, _), reference in zip(seen, steps, strict=True):
+    results = four_ranks.run(_train_ring, 4, 5, options)
+    expected, widths = four_ranks.run(_run_on_first, _simulate_ring, 4, 5, options)[0]
+    for (steps, _), references in zip(results, expected, strict=True):
+        for (value, _), reference in zip(steps, references, strict=True):
             torch.testing.assert_close(value, reference, rtol=0, atol=3 * max(widths) / 255)
             assert (value - reference).abs().mean() < 1e-6
-    assert [seen[-1][1] is None for seen, _ in found] == [False, True, False, True]
+    last_weights = [steps[-1][0] for steps, _ in results]
+    last_replicas = [steps[-1][1] for steps, _ in results]
+    assert [replicas is None for replicas in last_replicas] == [False, True, False, True]
     for leader, other in ((0, 1), (2, 3)):
-        assert torch.equal(found[leader][0][-1][0], found[other][0][-1][0])
-    _check_replicas([found[0][0][-1][1], found[2][0][-1][1]])
+        assert torch.equal(last_weights[leader], last_weights[other])
+    _check_replicas([last_replicas[0], last_replicas[2]])
 
 
 # ---- replicas ---------------------------------------------------------------------------------
 
 
 def _check_replicas(copies: list[Any]) -> None:
-    for index, (own, _, _) in enumerate(copies):
+    """What a rank last sent is what both of its neighbours have of it."""
+    for index, (sent, _, _) in enumerate(copies):
         at_right = copies[(index + 1) % len(copies)][1]
         at_left = copies[index - 1][2]
-        for values, other, another in zip(own, at_right, at_left, strict=True):
-            assert torch.equal(values, other)
-            assert torch.equal(values, another)
+        for bucket, values in enumerate(sent):
+            assert torch.equal(values, at_right[bucket])
+            assert torch.equal(values, at_left[bucket])
+        assert len(sent) == len(at_right) == len(at_left)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_replicas_are_bitwise_what_they_are_of(four_ranks: Ranks, num_ranks: int) -> None:
-    found = four_ranks.run(_train_ring, num_ranks, 6, {})[:num_ranks]
-    for step in range(6):
-        _check_replicas([seen[step][1] for seen, _ in found])
-    for seen, _ in found:
-        weights, (own, _, _) = seen[-1]
-        assert torch.equal(torch.cat(own), weights)
+    results = four_ranks.run(_train_ring, num_ranks, 6, {})[:num_ranks]
+    for index in range(6):
+        _check_replicas([steps[index][1] for steps, _ in results])
+    for steps, _ in results:
+        weights, (sent, _, _) = steps[-1]
+        assert torch.equal(torch.cat(sent), weights)
 
 
 @pytest.mark.parametrize("num_ranks", [6, 8])
 def test_replicas_are_equal_on_more_ranks(eight_ranks: Ranks, num_ranks: int) -> None:
-    found = eight_ranks.run(_train_ring, num_ranks, 3, {})[:num_ranks]
-    _check_replicas([seen[-1][1] for seen, _ in found])
+    results = eight_ranks.run(_train_ring, num_ranks, 3, {})[:num_ranks]
+    _check_replicas([steps[-1][1] for steps, _ in results])
 
 
 def test_the_mean_moves_by_the_gradients_and_what_rounding_adds(four_ranks: Ranks) -> None:
@@ -626,7 +626,7 @@ def _drift(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     handle.resync()
     for group in handle.training.optimizers[0].param_groups:
         group["lr"] = 0.0
-    first, lost = _flat_ring(ddp), 0.0
+    first, lost = flat_weights(ddp), 0.0
     for x in batches(rank, [(8, WIDTH)] * 12):
         old = [values.clone() for values in handle.replicas.own]
         _step(ddp, handle.training.optimizers[0], x)
@@ -636,10 +636,11 @@ def _drift(rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     widest = torch.tensor(lost)
     dist.all_reduce(widest, dist.ReduceOp.MAX)
     handle.detach(average=False)
-    return first, _flat_ring(ddp), float(widest)
+    return first, flat_weights(ddp), float(widest)
 
 
 def _resync(rank: int, is_mean: bool) -> Any:
+    """Return replicas and weights right after it, replicas after further steps, last weights."""
     setting = _ring(3, {})
     if setting is None:
         return None
@@ -653,24 +654,24 @@ def _resync(rank: int, is_mean: bool) -> Any:
             for parameter in ddp.parameters():
                 parameter.add_(rank)
         handle.resync()
-    fresh = _copies(handle), _flat_ring(ddp)
+    fresh, weights = _copies(handle), flat_weights(ddp)
     for x in inputs[1:]:
         _step(ddp, optimizer, x)
-    result = fresh, _copies(handle)
+    later = _copies(handle)
     handle.detach()
-    return result, _flat_ring(ddp)
+    return fresh, weights, later, flat_weights(ddp)
 
 
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_replicas_are_right_again_after_resync_and_average(
     four_ranks: Ranks, is_mean: bool
 ) -> None:
-    found = four_ranks.run(_resync, is_mean)[:3]
-    _check_replicas([copies for ((copies, _), _), _ in found])
-    _check_replicas([later for (_, later), _ in found])
-    for ((copies, weights), _), last in found:
-        assert torch.equal(torch.cat(copies[0]), weights)
-        assert torch.equal(last, found[0][1])  # detach averaged
+    results = four_ranks.run(_resync, is_mean)[:3]
+    _check_replicas([fresh for fresh, *_ in results])
+    _check_replicas([later for _, _, later, _ in results])
+    for fresh, weights, _, last in results:
+        assert torch.equal(torch.cat(fresh[0]), weights)
+        assert torch.equal(last, results[0][-1])  # detach averaged
 
 
 def _resume(rank: int) -> Any:
@@ -694,7 +695,7 @@ def _resume(rank: int) -> Any:
                 buffer.seek(0)
                 saved = torch.load(buffer)
             _step(ddp, optimizer, inputs[step])
-        results.append((_flat_ring(ddp), handle.num_steps, handle.num_communications))
+        results.append((flat_weights(ddp), handle.num_steps, handle.num_communications))
         handle.detach(average=False)
     return results
 
@@ -710,37 +711,30 @@ def _load_bad(rank: int) -> list[str]:
     assert setting is not None
     _, _, handle = setting
     good = handle.state_dict()
-    own, left, right = good["replicas"]
+    sent, left, right = good["replicas"]
     bad: list[dict[str, Any]] = [
         {**good, "place": (1 - rank, 2)},
         {**good, "replicas": None},
-        {**good, "replicas": [own[:1], left, right]},
-        {**good, "replicas": [own, left, [values.double() for values in right]]},
+        {**good, "replicas": [sent[:1], left, right]},
+        {**good, "replicas": [sent, left, [values.double() for values in right]]},
         {name: value for name, value in good.items() if name != "replicas"},
     ]
-    said = [_said(handle, state) for state in bad]
+    errors = [error_of(functools.partial(handle.load_state_dict, state)) for state in bad]
     handle.load_state_dict(good)
     handle.detach(average=False)
-    return said
-
-
-def _said(handle: Any, state: dict[str, Any]) -> str:
-    try:
-        handle.load_state_dict(state)
-    except OptionError as error:
-        return str(error)
-    return "nothing"
+    return errors
 
 
 def test_states_that_do_not_fit_are_refused_on_all_ranks(ranks: Ranks) -> None:
-    for said in ranks.run(_load_bad):
-        assert len(said) == 5
-        assert "call resync instead" in said[0]
-        assert all("replicas" in text for text in said[1:])
+    for errors in ranks.run(_load_bad):
+        assert len(errors) == 5
+        assert all(error.startswith("OptionError: ") for error in errors)
+        assert "call resync instead" in errors[0]
+        assert all("replicas" in error for error in errors[1:])
 
 
 class Mixed(nn.Module):
-    """Parameters of three types: buckets of each."""
+    """A model with parameters of three types, and so buckets of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -758,21 +752,21 @@ def _mixed(rank: int) -> Any:
     if setting is None:
         return None
     ddp, optimizer, handle = setting
-    start = _flat_ring(ddp)
+    start = flat_weights(ddp)
     for x in batches(rank, [(8,)] * 10):
         _step(ddp, optimizer, 0.3 + 0.1 * x)
-    result = _copies(handle), [p.dtype for p in ddp.parameters()], start, _flat_ring(ddp)
+    result = _copies(handle), [p.dtype for p in ddp.parameters()], start, flat_weights(ddp)
     handle.detach(average=False)
     return result
 
 
 def test_weights_of_several_types_are_mixed(four_ranks: Ranks) -> None:
-    found = four_ranks.run(_mixed)[:3]
-    _check_replicas([copies for copies, *_ in found])
-    for copies, dtypes, start, last in found:
+    results = four_ranks.run(_mixed)[:3]
+    _check_replicas([copies for copies, *_ in results])
+    for copies, dtypes, start, last in results:
         assert [values.dtype for values in copies[0]] == dtypes
         assert last.norm() < start.norm()
-        assert (last - found[0][3]).abs().max() < 0.1
+        assert (last - results[0][-1]).abs().max() < 0.1
 
 
 # ---- what goes wrong --------------------------------------------------------------------------
@@ -781,29 +775,24 @@ def test_weights_of_several_types_are_mixed(four_ranks: Ranks) -> None:
 def _refuse(rank: int) -> list[str]:
     ddp = DistributedDataParallel(MLP(2))
     algorithm = LowPrecisionDecentralized(hierarchical=False)
-    said = []
     part = torch.optim.SGD(list(ddp.parameters())[1:], lr=RING_LR)
-    try:
-        attach(ddp, part, algorithm)
-    except AttachError as error:
-        said.append(str(error))
+    errors = [error_of(lambda: attach(ddp, part, algorithm))]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=RING_LR)
     first = next(ddp.parameters()).requires_grad_(False)
-    ddp = DistributedDataParallel(ddp.module)
+    ddp = DistributedDataParallel(ddp.module)  # the first one may not live on beside it
     handle = attach(ddp, optimizer, algorithm)
     if rank == 1:
         first.requires_grad_(True)
-    try:
-        _step(ddp, optimizer, torch.ones(2, WIDTH))
-    except AttachError as error:
-        said.append(str(error))
+    errors.append(error_of(lambda: _step(ddp, optimizer, torch.ones(2, WIDTH))))
     handle.detach(average=False)
-    return said
+    return errors
 
 
 def test_parameters_that_would_be_missed_are_refused_on_all_ranks(ranks: Ranks) -> None:
-    """Those in no optimizer, and a frozen one that one rank unfroze after attaching."""
-    for missing, changed in ranks.run(_refuse):
+    """One is in no optimizer, and another one was frozen until after attaching, on one rank."""
+    for errors in ranks.run(_refuse):
+        assert all(error.startswith("AttachError: ") for error in errors)
+        missing, changed = errors
         assert "layers.0.weight is trainable and in none of the optimizers" in missing
         assert "on rank 1 a parameter is trainable that DDP does not reduce" in changed
 
@@ -836,14 +825,14 @@ def _are_equal(some: Any, others: Any) -> bool:
 def test_nan_on_one_rank_raises_on_all(
     four_ranks: Ranks, options: dict[str, Any], culprit: int
 ) -> None:
-    """Also on the rank across the ring, to which the NaN is not sent; replicas stay."""
+    """It raises on the rank across the ring too, which is sent no NaN; replicas stay."""
     for message, is_unchanged in four_ranks.run(_poison, options):
         assert message.startswith(f"on rank {culprit}, ")
         assert is_unchanged
 
 
 def _skip(rank: int) -> Any:
-    """One rank leaves an update out, as GradScaler does."""
+    """Train where one rank leaves an update out, as GradScaler does."""
     setting = _ring(3, {})
     if setting is None:
         return None
@@ -860,9 +849,9 @@ def _skip(rank: int) -> Any:
 
 
 def test_a_skipped_update_makes_no_rank_wait(four_ranks: Ranks) -> None:
-    found = four_ranks.run(_skip)[:3]
-    assert [count for _, count in found] == [4, 4, 4]
-    _check_replicas([copies for copies, _ in found])
+    results = four_ranks.run(_skip)[:3]
+    assert [count for _, count in results] == [4, 4, 4]
+    _check_replicas([copies for copies, _ in results])
 
 
 def _update_apart(rank: int) -> int:
@@ -894,10 +883,10 @@ def _die(rank: int) -> str:
 
 
 def test_a_killed_rank_fails_the_others(make_ranks: MakeRanks) -> None:
-    said = make_ranks(3).run_survivors({0, 2}, _die)
+    errors = make_ranks(3).run_survivors({0, 2}, _die)
     for rank in (0, 2):
-        assert re.match(r"exchanging compressed weights in step [23] failed: ", said[rank])
-        assert "another rank has ended" in said[rank]
+        assert re.match(r"exchanging compressed weights in step [23] failed: ", errors[rank])
+        assert "another rank has ended" in errors[rank]
 
 
 # ---- compiled ---------------------------------------------------------------------------------
@@ -916,7 +905,7 @@ def _compile(rank: int, split: str) -> Any:
         torch._dynamo.utils.counters.clear()
         for x in batches(rank, [(8, WIDTH)] * 5):
             _step(forward, optimizer, x)
-        results.append((_flat_ring(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        results.append((flat_weights(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
         handle.detach(average=False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -6,37 +6,34 @@ import contextlib
 import copy
 import gc
 import io
-import os
 import pickle
-import signal
 import threading
 import time
 import weakref
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt import _torch
-from ddpopt.algorithms import (
-    Algorithm,
-    ByteGrad,
-    Decentralized,
-    Handle,
-    attach,
-)
+from ddpopt.algorithms import Algorithm, ByteGrad, Decentralized, Handle, attach
 from ddpopt.algorithms.handle import BackgroundHandle
-from ddpopt.errors import AttachError, PeerError
+from ddpopt.errors import AttachError
 from ddpopt.planning import tuner
-from tests.support.algorithms import ALGORITHMS, FLAT, attached_mlp, flat_weights
+from tests.support.algorithms import (
+    ALGORITHMS,
+    FLAT,
+    attached_mlp,
+    flat_weights,
+    lose_rank_1,
+)
+from tests.support.groups import first_ranks
+from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import MakeRanks, Ranks, error_of
 from tests.system.documents import blocks
@@ -123,7 +120,7 @@ def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
 
 
 def _train_in_eval(rank: int, name: str) -> torch.Tensor:
-    """As with a frozen batch norm; and evaluations that forgot `no_grad` do not count."""
+    """Train in eval mode, as with a frozen batch norm, beside evaluations without `no_grad`."""
     ddp, optimizer, handle = attached_mlp(ALGORITHMS[name])
     ddp.eval()
     for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
@@ -143,6 +140,7 @@ def _train_in_eval(rank: int, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
+    """An evaluation that forgot `no_grad` makes none."""
     assert torch.equal(*ranks.run(_train_in_eval, name))
 
 
@@ -166,7 +164,7 @@ def test_an_update_may_be_skipped_in_eval_mode(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_joins_forwards_are_refused(one_rank: None, name: str) -> None:
-    """On a rank without inputs an algorithm would not take part."""
+    """In it, an algorithm would not take part on a rank without inputs."""
     ddp, _, handle = attached_mlp(ALGORITHMS[name])
     with pytest.raises(AttachError, match=rf"{name} cannot work in DDP's join\(\)"), ddp.join():
         ddp(torch.ones(2, WIDTH))
@@ -189,23 +187,23 @@ def _two_optimizers(rank: int) -> tuple[bool, str]:
                 optimizer.step()
                 optimizer.zero_grad()
         assert handle.num_steps == 3
-        said = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
+        error = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
         handle.detach()
         results.append(flat_weights(ddp))
-    return torch.equal(*results), said
+    return torch.equal(*results), error
 
 
 def test_several_optimizers_make_one_step_and_closures_are_refused(ranks: Ranks) -> None:
-    for is_equal, said in ranks.run(_two_optimizers):
+    for is_equal, error in ranks.run(_two_optimizers):
         assert is_equal
-        assert said.startswith("OptionError: Decentralized cannot work with a closure")
+        assert error.startswith("OptionError: Decentralized cannot work with a closure")
 
 
 class Watching(Handle):
     """Notes how often a backward ended, and the gradients that it then had."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.ends: list[list[torch.Tensor]] = []
 
     def reduce(self, bucket: Any) -> Any:
@@ -224,7 +222,7 @@ class Watched(Algorithm[Watching]):
 class Nested(MLP):
     """An MLP whose layers but the first may be recomputed, in backwards of their own.
 
-    With a layer of another dtype, so that DDP's first backward has two buckets.
+    A layer has another dtype, so that DDP's first backward has two buckets.
     """
 
     def __init__(self, is_recomputed: bool) -> None:
@@ -355,23 +353,23 @@ def _save_and_load(rank: int) -> tuple[bool, list[str]]:
     handle.load_state_dict(state)
     train(resumed, optimizer, inputs[3:])
     is_equal = torch.equal(flat_weights(resumed), expected)
-    said = [
+    errors = [
         error_of(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
         error_of(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
         error_of(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
         error_of(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
     ]
     handle.detach()
-    return is_equal, said
+    return is_equal, errors
 
 
 def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
-    for is_equal, said in ranks.run(_save_and_load):
+    for is_equal, errors in ranks.run(_save_and_load):
         assert is_equal
-        assert said[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
-        assert said[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
-        assert said[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
-        assert said[3].startswith("TypeError: on rank 0: a state is a dict")
+        assert errors[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
+        assert errors[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
+        assert errors[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
+        assert errors[3].startswith("TypeError: on rank 0: a state is a dict")
 
 
 def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -403,17 +401,15 @@ def test_copies_and_pickles_leave_the_algorithm_behind(ranks: Ranks) -> None:
     assert all(torch.equal(copied, other) for other in others)
 
 
-# ---- an algorithm of one's own ----------------------------------------------------------------
+# ---- an algorithm that a user writes ------------------------------------------------------------
 
 
-def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def _train_by_the_page(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """Run the page's algorithm, and go on from a state that it saved between two exchanges."""
     page = next(b for b in blocks("docs/your-algorithm.md") if b.language == "python")
-    found: dict[str, Any] = {}
-    exec(page.text, found)
-    torch.manual_seed(0)
-    weights = []
-    algorithm = found["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
+    namespace: dict[str, Any] = {}
+    exec(page.text, namespace)
+    algorithm = namespace["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
     ddp, optimizer, handle = attached_mlp(algorithm)
     saved: list[Any] = []
     for k, x in enumerate(inputs[rank]):
@@ -422,7 +418,7 @@ def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-    weights.append(flat_weights(ddp))
+    trained = flat_weights(ddp)
     handle.detach()
     resumed, optimizer, handle = attached_mlp(algorithm)
     resumed.load_state_dict(saved[0])
@@ -432,27 +428,27 @@ def _train_own(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor
         resumed(x).square().mean().backward()
         optimizer.step()
     handle.detach(average=False)
-    return [*weights, flat_weights(resumed)]
+    return [trained, flat_weights(resumed)]
 
 
-def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
-    """As docs/your-algorithm.md has it; bitwise after it was saved and loaded."""
+def test_the_algorithm_of_the_page_equals_plain_python(ranks: Ranks) -> None:
+    """docs/your-algorithm.md has it; it goes on bitwise from what it saved."""
     inputs = [batches(rank, [(4, WIDTH)] * 6) for rank in range(2)]
     torch.manual_seed(0)
     models = [MLP(2)]
     models.append(copy.deepcopy(models[0]))
     start, momentum = flat_weights(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
     for step in range(6):
-        for model, x in zip(models, (own[step] for own in inputs), strict=True):
+        for model, inputs_of_rank in zip(models, inputs, strict=True):
             model.zero_grad()
-            model(x).square().mean().backward()
+            model(inputs_of_rank[step]).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         if step % 2:
             momentum = 0.5 * momentum + sum(flat_weights(model) - start for model in models) / 2
             start = start + 0.7 * momentum
             for model in models:
                 nn.utils.vector_to_parameters(start.clone(), model.parameters())
-    for trained, resumed in ranks.run(_train_own, inputs):
+    for trained, resumed in ranks.run(_train_by_the_page, inputs):
         torch.testing.assert_close(trained, start)
         assert torch.equal(trained, resumed)
 
@@ -461,7 +457,7 @@ def test_the_pages_own_algorithm_equals_plain_python(ranks: Ranks) -> None:
 
 
 def _after_detach(rank: int, is_detached: bool) -> tuple[bool, list[Any], str, str]:
-    """What is said of a comm hook where an algorithm is attached, and was."""
+    """Whether DDP has a comm hook, its states, the explanation, and why buckets stay."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(4), bucket_cap_mb=0.02)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -474,14 +470,15 @@ def _after_detach(rank: int, is_detached: bool) -> tuple[bool, list[Any], str, s
         optimizer.zero_grad()
         compiled(x).square().mean().backward()
         optimizer.step()
-    found = _torch.has_comm_hook(ddp), [type(s).__name__ for s in _torch.hook_states(ddp)]
-    texts = str(ddpopt.explain(ddp)), tuner._find_lasting_obstacle(ddp, "auto")
+    has_hook = _torch.has_comm_hook(ddp)
+    states = [type(hook_state).__name__ for hook_state in _torch.hook_states(ddp)]
+    explained, obstacle = str(ddpopt.explain(ddp)), tuner._find_lasting_obstacle(ddp, "auto")
     handle.detach()
-    return *found, *texts
+    return has_hook, states, explained, obstacle
 
 
 def test_after_detach_nothing_says_that_there_is_a_comm_hook(ranks: Ranks) -> None:
-    """So better buckets are looked for, as the hook that stays only runs DDP's allreduce."""
+    """Better buckets are looked for again, as the hook that stays only runs DDP's allreduce."""
     for has_hook, states, explained, obstacle in ranks.run(_after_detach, False):
         assert has_hook
         assert states == ["BucketReduction"]
@@ -531,6 +528,7 @@ def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
 def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
     ranks: Ranks, algorithm: Any, split: str
 ) -> None:
+    """Weights are bitwise equal; what is counted are graphs, and calls of the inner compiler."""
     for is_equal, attached, alone in ranks.run(_compiled, algorithm, split):
         assert is_equal
         assert attached == alone
@@ -539,37 +537,28 @@ def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
 # ---- a rank that dies -------------------------------------------------------------------------
 
 
-def _lose_a_rank(rank: int, algorithm: Any) -> tuple[str, float]:
-    group = dist.new_group(timeout=timedelta(seconds=20))
+def _die(rank: int, algorithm: Any) -> str:
+    group = first_ranks(2, 20)
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(2), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     handle = attach(ddp, optimizer, algorithm)
-    message = ""
-    start_s = time.monotonic()
-    for step in range(50):
-        if rank == 1 and step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            optimizer.zero_grad()
-            ddp(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.step()
-        except RuntimeError as error:
-            message = f"{type(error).__name__}: {error}"
-            break
-    with contextlib.suppress(PeerError):
-        handle.detach()
-    return message, time.monotonic() - start_s
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+
+    return lose_rank_1(rank, handle, step)
 
 
 @pytest.mark.parametrize("selection", ["all", "shift_one"])
-def test_a_rank_that_dies_makes_the_other_fail_clearly_within_the_timeout(
+def test_a_rank_that_dies_makes_the_other_fail_clearly(
     selection: str, make_ranks: MakeRanks
 ) -> None:
     algorithm = Decentralized(peer_selection=selection, hierarchical=False)
-    message, seconds = make_ranks().run_survivors([0], _lose_a_rank, algorithm)[0]
-    assert message.startswith("PeerError: averaging weights in step 3 failed: another rank has ")
-    assert seconds < 60
+    error = make_ranks().run_survivors([0], _die, algorithm)[0]
+    assert error.startswith("averaging weights in step 3 failed: another rank has ")
 
 
 # ---- in the background -------------------------------------------------------------------------
@@ -592,7 +581,7 @@ class _Failing(Algorithm[_FailingHandle]):
 def test_a_failure_in_the_background_is_raised_by_that_backward(
     one_rank: None, static_graph: bool
 ) -> None:
-    """By each one; of a static graph's first no bucket says that it is the last."""
+    """Each backward raises it, a static graph's first too, whose buckets do not tell the last."""
     ddp = DistributedDataParallel(MLP(2), static_graph=static_graph)
     optimizer = torch.optim.SGD(ddp.parameters())
     handle = attach(ddp, optimizer, _Failing())
@@ -631,18 +620,17 @@ def _unfreeze_unknown(rank: int) -> list[str]:
     ddp = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     handle = attach(ddp, optimizer, FLAT)
-    said: list[str] = []
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+    with logged("warning") as lines:
         for step in range(3):
             module.layers[0].weight.requires_grad_(step > 0)
             ddp(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
     handle.detach()
-    return said
+    return lines
 
 
-def test_one_that_ddp_does_not_reduce_is_named_once(ranks: Ranks) -> None:
-    for said in ranks.run(_unfreeze_unknown):
-        (text,) = said
-        assert text.startswith("layers.0.weight was unfrozen, and each rank trains its own")
-        assert "make DDP anew" in text
+def test_an_unfrozen_parameter_that_ddp_does_not_reduce_is_named_once(ranks: Ranks) -> None:
+    for lines in ranks.run(_unfreeze_unknown):
+        (line,) = lines
+        assert line.startswith("layers.0.weight was unfrozen, and each rank trains its own")
+        assert "make DDP anew" in line

@@ -14,16 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
 from ddpopt.algorithms.bytegrad import compress, decompress
 from ddpopt.errors import NonFiniteError, OptionError
+from tests.support.algorithms import flat_weights
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, error_of
 
 LR = 0.01
 WARMUP = 4
-
-
-def _flat(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -49,20 +46,20 @@ def _update(model: nn.Module, optimizer: Any, x: torch.Tensor) -> float:
 def test_the_warmup_is_bitwise_torch_adam() -> None:
     torch.manual_seed(0)
     model = MLP(2)
-    other = copy.deepcopy(model)
-    ours = QAdamOptimizer(_groups(model), lr=LR, warmup_steps=6)
-    theirs = torch.optim.Adam(_groups(other), lr=LR)
+    twin = copy.deepcopy(model)
+    qadam = QAdamOptimizer(_groups(model), lr=LR, warmup_steps=6)
+    adam = torch.optim.Adam(_groups(twin), lr=LR)
     for x in batches(0, [(8, WIDTH)] * 6):
-        _update(model, ours, x)
-        _update(other, theirs, x)
-        assert torch.equal(_flat(model), _flat(other))
-    _update(model, ours, x)
-    _update(other, theirs, x)
-    assert not torch.equal(_flat(model), _flat(other))
+        _update(model, qadam, x)
+        _update(twin, adam, x)
+        assert torch.equal(flat_weights(model), flat_weights(twin))
+    _update(model, qadam, x)
+    _update(twin, adam, x)
+    assert not torch.equal(flat_weights(model), flat_weights(twin))
 
 
 def test_after_the_warmup_the_variance_stays() -> None:
-    """Each group by its own settings; weight decay goes on, the variance's correction does not."""
+    """Groups keep to their settings; weight decay goes on, the variance's correction does not."""
     torch.manual_seed(0)
     model = MLP(2).double()  # differences of large gradients are divided by small variances
     optimizer = QAdamOptimizer(_groups(model), lr=LR, warmup_steps=3)
@@ -101,27 +98,28 @@ def test_a_weight_without_gradients_in_the_warmup_moves_no_further_than_in_adam(
 
 
 def test_state_and_copies_go_on_bitwise() -> None:
-    """`state_dict`, and `copy.deepcopy`, which keeps only what torch's optimizers have."""
+    """Here they are from `state_dict` and from `copy.deepcopy`; the state is that of Adam."""
     torch.manual_seed(0)
     model = MLP(2)
     optimizer = QAdamOptimizer(model.parameters(), lr=LR, warmup_steps=2)
     inputs = batches(0, [(8, WIDTH)] * 6)
     for x in inputs[:3]:
         _update(model, optimizer, x)
-    twin, its = copy.deepcopy((model, optimizer))
+    twin, optimizer_of_twin = copy.deepcopy((model, optimizer))
     third = copy.deepcopy(model)
     loaded = QAdamOptimizer(third.parameters(), warmup_steps=9)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for x in inputs[3:]:
-        for trained, by in ((model, optimizer), (twin, its), (third, loaded)):
-            _update(trained, by, x)
-    assert torch.equal(_flat(model), _flat(twin))
-    assert torch.equal(_flat(model), _flat(third))
+        _update(model, optimizer, x)
+        _update(twin, optimizer_of_twin, x)
+        _update(third, loaded, x)
+    assert torch.equal(flat_weights(model), flat_weights(twin))
+    assert torch.equal(flat_weights(model), flat_weights(third))
     assert set(optimizer.state[next(model.parameters())]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_a_long_warmup_trains_as_adam() -> None:
-    """Bagua's own test: a thousand steps, all of them in the warm-up."""
+    """All of a thousand steps are in the warm-up, as in Bagua's test."""
     losses = []
     for kind, options in ((QAdamOptimizer, {"warmup_steps": 2000}), (torch.optim.Adam, {})):
         torch.manual_seed(0)
@@ -156,7 +154,7 @@ def test_bad_values_of_the_optimizer_are_refused(
         QAdamOptimizer([nn.Parameter(torch.zeros(2))], **options)
 
 
-def test_grad_scaler_is_noticed() -> None:
+def test_a_step_through_grad_scaler_is_refused() -> None:
     model = MLP(1)
     optimizer = QAdamOptimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -189,8 +187,8 @@ def _setting(
     ddp = DistributedDataParallel(
         model or MLP(3), process_group=group, bucket_cap_mb=0.02, **ddp_options or {}
     )
-    ours = QAdamOptimizer(ddp.parameters(), lr=LR, warmup_steps=WARMUP, weight_decay=0.01)
-    return ddp, ours, attach(ddp, ours, QAdam(**{"hierarchical": False, **options}))
+    optimizer = QAdamOptimizer(ddp.parameters(), lr=LR, warmup_steps=WARMUP, weight_decay=0.01)
+    return ddp, optimizer, attach(ddp, optimizer, QAdam(**{"hierarchical": False, **options}))
 
 
 class Distance(nn.Module):
@@ -212,7 +210,7 @@ def _descend(rank: int, num_ranks: int, options: dict[str, Any]) -> Any:
     weights = []
     for x in batches(rank, [(101,)] * 10):
         _update(ddp, optimizer, x)
-        weights.append(_flat(ddp))
+        weights.append(flat_weights(ddp))
     handle.detach(average=False)
     return weights
 
@@ -257,11 +255,11 @@ def test_momenta_are_averaged_as_the_simulator_does(
     four_ranks: Ranks, num_ranks: int, options: dict[str, Any]
 ) -> None:
     """Few values may fall on the other side of a rounding; ranks are bitwise equal."""
-    found = four_ranks.run(_descend, num_ranks, options)[:num_ranks]
+    results = four_ranks.run(_descend, num_ranks, options)[:num_ranks]
     expected = _simulate(num_ranks, options)
-    for weights in found:
-        for value, other, reference in zip(weights, found[0], expected, strict=True):
-            assert torch.equal(value, other)
+    for weights in results:
+        for value, first, reference in zip(weights, results[0], expected, strict=True):
+            assert torch.equal(value, first)
             assert (value - reference).abs().median() < 1e-5
             assert (value - reference).abs().max() < 0.02
 
@@ -285,7 +283,7 @@ def _train(rank: int, num_ranks: int, kind: str, num_steps: int) -> Any:
         loss = (ddp(x) - x.relu()).pow(2).mean()
         loss.backward()
         optimizer.step()
-        steps.append((loss.item(), _flat(ddp)))
+        steps.append((loss.item(), flat_weights(ddp)))
     if handle is not None:
         handle.detach()
     return steps
@@ -293,23 +291,23 @@ def _train(rank: int, num_ranks: int, kind: str, num_steps: int) -> Any:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_warmup_on_ranks_is_that_of_adam_with_ddp(four_ranks: Ranks, num_ranks: int) -> None:
-    ours = four_ranks.run(_train, num_ranks, "qadam", WARMUP + 1)[0]
-    theirs = four_ranks.run(_train, num_ranks, "adam", WARMUP + 1)[0]
+    by_qadam = four_ranks.run(_train, num_ranks, "qadam", WARMUP + 1)[0]
+    by_adam = four_ranks.run(_train, num_ranks, "adam", WARMUP + 1)[0]
     for step in range(WARMUP):
-        assert torch.equal(ours[step][1], theirs[step][1])
-    assert not torch.equal(ours[WARMUP][1], theirs[WARMUP][1])
+        assert torch.equal(by_qadam[step][1], by_adam[step][1])
+    assert not torch.equal(by_qadam[WARMUP][1], by_adam[WARMUP][1])
 
 
 def test_the_loss_falls_as_with_adam(four_ranks: Ranks) -> None:
-    ours = four_ranks.run(_train, 3, "qadam", 40)[:3]
-    theirs = four_ranks.run(_train, 3, "adam", 40)[:3]
-    for steps in ours:
-        assert torch.equal(steps[-1][1], ours[0][-1][1])
-    first, ours_last, theirs_last = (
-        sum(steps[k][0] for steps in run) for run, k in ((ours, 0), (ours, -1), (theirs, -1))
-    )
-    assert theirs_last < first
-    assert ours_last < theirs_last + 0.1 * (first - theirs_last)
+    by_qadam = four_ranks.run(_train, 3, "qadam", 40)[:3]
+    by_adam = four_ranks.run(_train, 3, "adam", 40)[:3]
+    for steps in by_qadam:
+        assert torch.equal(steps[-1][1], by_qadam[0][-1][1])
+    first_loss = sum(steps[0][0] for steps in by_qadam)
+    loss = sum(steps[-1][0] for steps in by_qadam)
+    loss_of_adam = sum(steps[-1][0] for steps in by_adam)
+    assert loss_of_adam < first_loss
+    assert loss < loss_of_adam + 0.1 * (first_loss - loss_of_adam)
 
 
 def _accumulate(rank: int, is_accumulated: bool, ddp_options: dict[str, Any]) -> Any:
@@ -328,7 +326,7 @@ def _accumulate(rank: int, is_accumulated: bool, ddp_options: dict[str, Any]) ->
             outputs.pow(2).mean().mul(2).backward()
         optimizer.step()
     handle.detach(average=False)
-    return _flat(ddp)
+    return flat_weights(ddp)
 
 
 @pytest.mark.parametrize("ddp_options", [{}, {"gradient_as_bucket_view": True}])
@@ -337,7 +335,7 @@ def test_accumulated_micro_batches_are_one_batch(ranks: Ranks, ddp_options: dict
     whole = ranks.run(_accumulate, False, ddp_options)
     assert torch.equal(accumulated[0], accumulated[1])
     assert (accumulated[0] - whole[0]).abs().mean() < 1e-3
-    start = _flat(_seeded())
+    start = flat_weights(_seeded())
     assert (accumulated[0] - start).abs().mean() > 1e-2
 
 
@@ -368,14 +366,14 @@ def _resume(rank: int, at_step: int) -> Any:
                 ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=100)
                 handle = attach(ddp, optimizer, QAdam(hierarchical=False))
             _update(ddp, optimizer, inputs[step])
-        results.append(_flat(ddp))
+        results.append(flat_weights(ddp))
         handle.detach(average=False)
     return results
 
 
 @pytest.mark.parametrize("at_step", [2, WARMUP, 6])
 def test_a_run_goes_on_bitwise_from_a_checkpoint(ranks: Ranks, at_step: int) -> None:
-    """In the warm-up, at its end, and after it."""
+    """Checkpoints are of a step in the warm-up, of its end, and of a later step."""
     for weights, resumed in ranks.run(_resume, at_step):
         assert torch.equal(weights, resumed)
 
@@ -383,33 +381,31 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint(ranks: Ranks, at_step: int) -> 
 def _refuse(rank: int) -> list[str]:
     model = MLP(2)
     ddp = DistributedDataParallel(model)
-    said = [_said(ddp, kind(ddp.parameters())) for kind in (torch.optim.Adam, torch.optim.AdamW)]
-    ddp = DistributedDataParallel(MLP(2), find_unused_parameters=True)
-    said.append(_said(ddp, QAdamOptimizer(ddp.parameters())))
-    return said
-
-
-def _said(ddp: Any, optimizer: Any) -> str:
-    try:
-        attach(ddp, optimizer, QAdam(hierarchical=False))
-    except OptionError as error:
-        return str(error)
-    return "nothing"
+    algorithm = QAdam(hierarchical=False)
+    adam, adamw = torch.optim.Adam(ddp.parameters()), torch.optim.AdamW(ddp.parameters())
+    errors = [error_of(lambda: attach(ddp, adam, algorithm))]
+    errors.append(error_of(lambda: attach(ddp, adamw, algorithm)))
+    unused = DistributedDataParallel(MLP(2), find_unused_parameters=True)
+    optimizer = QAdamOptimizer(unused.parameters())
+    errors.append(error_of(lambda: attach(unused, optimizer, algorithm)))
+    return errors
 
 
 def test_other_optimizers_and_unused_parameters_are_refused(ranks: Ranks) -> None:
-    for adam, adamw, unused in ranks.run(_refuse):
+    for errors in ranks.run(_refuse):
+        assert all(error.startswith("OptionError: ") for error in errors)
+        adam, adamw, unused = errors
         assert "QAdam cannot work with Adam; give attach a ddpopt.algorithms.QAdamOpt" in adam
         assert "cannot work with AdamW" in adamw
         assert "find_unused_parameters=True" in unused
 
 
 def _go_on(rank: int) -> Any:
-    """NaN once after the warm-up, a second backward without zero_grad, then as if nothing were."""
+    """Train with NaN once after the warm-up, and once with a second backward without zero_grad."""
     setting = _setting(4, {"hierarchical": True, "local_world_size": 2})
     assert setting is not None
     ddp, optimizer, handle = setting
-    said = []
+    errors = []
     for step, x in enumerate(batches(rank, [(8, WIDTH)] * 10)):
         bad = x.fill_(float("nan")) if (rank, step) == (3, 6) else x
         optimizer.zero_grad()
@@ -418,19 +414,19 @@ def _go_on(rank: int) -> Any:
             if step == 8:
                 ddp(bad).pow(2).mean().backward()
         except (NonFiniteError, OptionError) as error:
-            said.append(f"{type(error).__name__} in step {step}")
+            errors.append(f"{type(error).__name__} in step {step}")
         else:
             optimizer.step()
     handle.detach(average=False)
-    return said, _flat(ddp)
+    return errors, flat_weights(ddp)
 
 
 def test_training_goes_on_after_a_step_that_failed(four_ranks: Ranks) -> None:
-    found = four_ranks.run(_go_on)
-    for said, weights in found:
-        assert said == ["NonFiniteError in step 6", "OptionError in step 8"]
+    results = four_ranks.run(_go_on)
+    for errors, weights in results:
+        assert errors == ["NonFiniteError in step 6", "OptionError in step 8"]
         assert weights.isfinite().all()
-        assert torch.equal(weights, found[0][1])
+        assert torch.equal(weights, results[0][1])
 
 
 def _compile(rank: int, split: str) -> Any:
@@ -445,7 +441,7 @@ def _compile(rank: int, split: str) -> Any:
         forward = torch.compile(ddp, backend="ddpopt", options=options) if is_compiled else ddp
         for x in batches(rank, [(8, WIDTH)] * 8):
             _update(forward, optimizer, x)
-        results.append((_flat(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+        results.append((flat_weights(ddp), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
         handle.detach(average=False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +14,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpopt.algorithms import (
-    AsyncModelAverage,
-    ByteGrad,
-    attach,
-)
+from ddpopt.algorithms import AsyncModelAverage, ByteGrad, attach
 from ddpopt.errors import OptionError
 from tests.support.algorithms import ALGORITHMS, FLAT, attached_mlp
+from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH
 from tests.support.ranks import Ranks, error_of
 
@@ -38,7 +35,7 @@ class Wrapping(torch.optim.Optimizer):
 
 
 class WrappingWithHooks(Wrapping):
-    """As timm's Lookahead, which has the hooks' dictionaries, and a step that no one wrapped."""
+    """Has the hooks' dictionaries, as timm's Lookahead does, and a step that no one wrapped."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
@@ -92,7 +89,7 @@ def _scheduled(parameters: Any) -> tuple[Any, Any]:
 
 
 def _around(kind: Any, is_inner_given: bool) -> Any:
-    """Makes an optimizer around another; returns the one for `attach`, and the one to step."""
+    """A function that makes an optimizer around another, for `attach` and to step."""
 
     def make(parameters: Any) -> tuple[Any, Any]:
         inner = torch.optim.SGD(parameters, lr=0.1)
@@ -118,24 +115,23 @@ def _twice(parameters: Any) -> tuple[Any, Any]:
     ids=["scheduler", "inner of a wrapper", "wrapper", "ZeRO", "super"],
 )
 def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, make: Any) -> None:
-    """And others of the process, nor one that has the model's parameters while paused."""
+    """Those of another model are not either, nor one that updates this model while paused."""
     ddp, other = DistributedDataParallel(MLP(1)), MLP(1)
-    given, stepped = make(ddp.parameters())
-    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    attached, stepped = make(ddp.parameters())
+    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
     visitor = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    said: list[str] = []
-    handle = attach(ddp, given, FLAT)
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+    handle = attach(ddp, attached, FLAT)
+    with logged("warning") as lines:
         for _ in range(3):
             ddp(torch.ones(2, WIDTH)).sum().backward()
             other(torch.ones(2, WIDTH)).sum().backward()
-            others.step()
+            of_other.step()
             stepped.step()
             with handle.paused():
                 ddp(torch.ones(2, WIDTH)).sum().backward()
                 visitor.step()
     assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
-    assert not said
+    assert not lines
     handle.detach()
 
 
@@ -149,8 +145,7 @@ def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
     ddp = DistributedDataParallel(MLP(1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     handle = attach(ddp, optimizer, kinds[name])
-    said: list[str] = []
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+    with logged("warning") as lines:
         for step in range(3):
             ddp(torch.ones(2, WIDTH)).sum().backward()
             if step:
@@ -161,7 +156,7 @@ def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
                     time.sleep(0.05)
             elif between != "nothing":
                 getattr(handle, between)()
-    assert not said
+    assert not lines
     handle.detach()
 
 
@@ -172,14 +167,19 @@ def test_handles_may_be_collected_in_the_middle_of_a_step(one_rank: None) -> Non
         gc.collect()
 
     hook = register_optimizer_step_pre_hook(collect)
-    own = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    unrelated = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    gc.disable()  # so that nothing but the hook collects
     try:
         for _ in range(3):
             ddp = DistributedDataParallel(MLP(1))
             ddp.handle = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
+            handle = weakref.ref(ddp.handle)
             del ddp  # with its handle, which nobody detaches
-            own.step()
+            assert handle() is not None
+            unrelated.step()
+            assert handle() is None
     finally:
+        gc.enable()
         hook.remove()
 
 
@@ -195,8 +195,8 @@ def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
         optimizer.step()
     anew.step()
     with torch.no_grad():
-        ddp(x)  # an evaluation says nothing
-    said = [error_of(lambda: ddp(x)), error_of(lambda: ddp(x))]
+        ddp(x)  # an evaluation raises nothing
+    errors = [error_of(lambda: ddp(x)), error_of(lambda: ddp(x))]
     handle.detach()
     again = attach(ddp, [optimizer, anew], ByteGrad(hierarchical=False))
     ddp(x).sum().backward()
@@ -204,7 +204,7 @@ def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
     anew.step()
     ddp(x)
     again.detach()
-    return said
+    return errors
 
 
 @pytest.mark.parametrize("is_partial", [False, True], ids=["all", "a part"])
@@ -212,16 +212,19 @@ def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
 def test_an_optimizer_that_was_made_anew_is_noticed_at_the_next_forward(
     ranks: Ranks, name: str, is_partial: bool
 ) -> None:
-    for said in ranks.run(_make_anew, name, is_partial):
-        for text in said:
-            assert text.startswith(
+    for errors in ranks.run(_make_anew, name, is_partial):
+        for error in errors:
+            assert error.startswith(
                 "AttachError: a AdamW that was not given to attach has updated parameters of this "
                 f"model in step 2, and {name} has to know"
             )
 
 
-def _replace_step(how: str) -> tuple[list[str], int]:
-    """Train with two optimizers, the first one's `step` replaced before or after `attach`."""
+def _train_without_steps(case: str) -> tuple[list[str], int]:
+    """Train with two optimizers, the first of which makes its steps in a way of `case`.
+
+    Returns the warnings, and how often the algorithm communicated.
+    """
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP(2))
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in ddp.module.layers)
@@ -231,36 +234,40 @@ def _replace_step(how: str) -> tuple[list[str], int]:
             for parameter in ddp.module.layers[0].parameters():
                 parameter.sub_(parameter.grad, alpha=0.1)
 
-    said: list[str] = []
     handle = attach(ddp, [first, second], FLAT)
-    with mock.patch("ddpopt._logs.warning", lambda text, *given: said.append(text % given)):
+    with logged("warning") as lines:
         for step in range(4):
             ddp.zero_grad()
             ddp(torch.ones(2, WIDTH)).square().mean().backward()
-            if how == "replaced":
+            if case == "replaced":
                 first.step = update  # type: ignore[method-assign]
-            if how in ("clipped", "every second"):
+            if case in ("clipped", "clipped and alternating"):
                 with torch.no_grad():
                     ddp.module.layers[0].weight.clamp_(-0.01, 0.01)
-            if how != "skipped" and (how not in ("every second", "alternate") or step % 2):
+            is_alternating = case in ("clipped and alternating", "alternating")
+            if case != "skipped" and (not is_alternating or step % 2):
                 first.step()
-            if how != "skipped":
+            if case != "skipped":
                 second.step()
     handle.detach()
-    return said, handle.num_communications
+    return lines, handle.num_communications
 
 
-@pytest.mark.parametrize(
-    "how", ["plain", "replaced", "clipped", "every second", "alternate", "skipped"]
-)
-def test_a_step_that_was_replaced_is_told_once(one_rank: None, how: str) -> None:
-    """And so are weights that somebody wrote, if the step was skipped; all else is no news.
-
-    What the algorithm itself writes is none.
-    """
-    said, num_communications = _replace_step(how)
+@pytest.mark.parametrize("case", ["replaced", "clipped and alternating"])
+def test_weights_written_without_the_hooks_of_a_step_are_told_once(
+    one_rank: None, case: str
+) -> None:
+    """A `step` was replaced by a function, or skipped after somebody had written weights."""
+    lines, num_communications = _train_without_steps(case)
     assert num_communications == 4
-    assert len(said) == (how in ("replaced", "every second"))
-    for text in said:
-        assert text.startswith("weights were written after the backward of step 1, and step() of ")
-        assert "the SGD given to attach has not called its hooks" in text
+    (line,) = lines
+    assert line.startswith("weights were written after the backward of step 1, and step() of the ")
+    assert "the SGD given to attach has not called its hooks" in line
+
+
+@pytest.mark.parametrize("case", ["plain", "clipped", "alternating", "skipped"])
+def test_usual_steps_are_not_told(one_rank: None, case: str) -> None:
+    """Weights that are written before a `step` are not told either, nor by the algorithm."""
+    lines, num_communications = _train_without_steps(case)
+    assert num_communications == 4
+    assert not lines

@@ -11,7 +11,7 @@ from ddpopt.checks.comparison import limits_by_name, relative_error
 
 
 def test_tolerances_go_from_fine_to_coarse() -> None:
-    """One for TF32, which is never below that of float32, stands between float32 and float16."""
+    """That for TF32, never below that of float32, stands between those of float32 and float16."""
     assert list(limits_by_name({}).values()) == [1e-7, 1e-3, 1e-2, 1e-2, 5e-2]
     assert list(limits_by_name({torch.float32: 0.1}).values())[1:3] == [0.1, 0.1]
 
@@ -33,9 +33,9 @@ def test_tolerances_go_from_fine_to_coarse() -> None:
 def test_an_error_is_relative_to_the_largest_element(
     actual: list[float], expected: list[float], error: float
 ) -> None:
-    """Infinite where shapes or non-finite elements differ."""
-    found = relative_error(torch.tensor(actual), torch.tensor(expected))
-    assert found == pytest.approx(error, abs=1e-6)
+    """It is infinite where shapes or non-finite elements differ."""
+    computed = relative_error(torch.tensor(actual), torch.tensor(expected))
+    assert computed == pytest.approx(error, abs=1e-6)
 
 
 def test_missing_gradients_and_dtypes_count() -> None:

@@ -17,12 +17,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt import config
 from ddpopt.checks.verify import verify
 from ddpopt.errors import DDPMode, VerificationError
 from ddpopt.planning.batch import tensors_of
 from ddpopt.split import state
+from tests.support.logs import logged
 from tests.support.models import (
     MLP,
     WAYS,
@@ -56,7 +56,7 @@ class _OwnForward(DistributedDataParallel):
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_the_flag_verifies_where_ddps_forward_is_another(one_rank: None, is_wrapped: bool) -> None:
-    """A subclass's, or one that a tool has wrapped."""
+    """DDP's forward is a subclass's, or a tool has wrapped it."""
     kind = DistributedDataParallel if is_wrapped else _OwnForward
     forward = DistributedDataParallel.forward
 
@@ -87,16 +87,15 @@ def _train_verified(rank: int, is_outer: bool, is_broken: bool) -> str:
             torch.compile(copy.deepcopy(module), **options), bucket_cap_mb=CAP_MB
         )
     inputs = batches(rank, [(8, 64)] * 3)
-    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+    with config.patch(verify=True), logged("warning") as lines:
         try:
-            ours = train(ddp, inputs, model)
+            compiled = train(ddp, inputs, model)
         except VerificationError as error:
             assert all(p.grad is None for p in ddp.parameters())
             return str(error)
-    assert not warning.called
-    theirs = train(expected, inputs)
-    ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
-    assert_equal_states(ours, theirs)
+    assert not lines
+    compiled = {name.replace("_orig_mod.", ""): value for name, value in compiled.items()}
+    assert_equal_states(compiled, train(expected, inputs))
     return ""
 
 
@@ -112,7 +111,7 @@ def test_the_flag_verifies_before_the_first_step(ranks: Ranks, is_outer: bool) -
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_flag_verifies_a_model_once_and_leaves_others_alone() -> None:
-    """Eager DDP and evaluation are no reason to verify."""
+    """Neither eager DDP nor an evaluation is verified."""
     ddp, other = twins(MLP(), bucket_cap_mb=CAP_MB)
     model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     x = torch.randn(8, 64)
@@ -139,7 +138,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("what", AROUND)
 @pytest.mark.parametrize("dynamic", [None, False, True])
 def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool | None) -> None:
-    """Whatever is compiled around DDP's forward, and with which settings."""
+    """Training compiles nothing after it, whatever is compiled around DDP, as dynamic or not."""
     (ddp, _), x = twins(MLP(), bucket_cap_mb=CAP_MB), torch.randn(8, 64)
     num_graphs = []
 
@@ -153,11 +152,11 @@ def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool 
     with (
         config.patch(verify=True),
         mock.patch("ddpopt.checks.first_step.verify", counting),
-        mock.patch.object(ddpopt._logs, "warning") as warning,
+        logged("warning") as lines,
     ):
         for _ in range(3):
             model(x).sum().backward()
-    assert not warning.called
+    assert not lines
     num_of_function = 1 if what == "a function" else 0  # its own graph is compiled after DDP's
     assert counters["stats"]["unique_graphs"] == num_graphs[0] + num_of_function
     assert len(num_graphs) == 1
@@ -165,8 +164,8 @@ def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("what", AROUND)
-def test_the_flag_finds_wrong_code_whatever_is_compiled(what: str) -> None:
-    """Before its first backward."""
+def test_the_flag_finds_wrong_code_before_the_first_backward(what: str) -> None:
+    """It does so whether DDP or a function around it is compiled."""
     ddp, _ = twins(MLP(), bucket_cap_mb=CAP_MB)
     model = AROUND[what](ddp, backend="ddpopt", options={"inner": scale_a_gradient})
     with config.patch(verify=True), pytest.raises(VerificationError):
@@ -175,7 +174,7 @@ def test_the_flag_finds_wrong_code_whatever_is_compiled(what: str) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_flag_gets_all_arguments() -> None:
-    """By place and by name."""
+    """It gets those that are given by position, and those by keyword."""
     model = _compiled(Scaled())
     seen = []
 
@@ -187,10 +186,10 @@ def test_the_flag_gets_all_arguments() -> None:
     with (
         config.patch(verify=True),
         mock.patch("ddpopt.checks.first_step.verify", noting),
-        mock.patch.object(ddpopt._logs, "warning") as warning,
+        logged("warning") as lines,
     ):
         model(x, scale=scale).sum().backward()
-    assert not warning.called
+    assert not lines
     ((arguments, keywords),) = seen
     assert arguments[0] is x
     assert keywords == {"scale": scale}
@@ -204,12 +203,12 @@ def _delayed(module: nn.Module) -> dict[str, Any]:
 @needs_delayed_parameters
 @pytest.mark.parametrize("way", WAYS)
 def test_the_flag_names_the_mode_in_which_it_cannot_verify(ranks: Ranks, way: str) -> None:
-    """Once for each module on each rank, however it is compiled; training goes on as without it."""
-    for said, is_right in ranks.run(_train_delayed, way):
+    """Each rank is warned once for each module, and trains as without the flag."""
+    for lines, is_right in ranks.run(_train_delayed, way):
         assert is_right
-        assert len(said) == 1, said
-        assert f"cannot be rehearsed: {DDPMode.DELAYED_PARAMETERS.value}" in said[0]
-        assert "to verify it, train without that mode" in said[0]
+        assert len(lines) == 1, lines
+        assert f"cannot be rehearsed: {DDPMode.DELAYED_PARAMETERS.value}" in lines[0]
+        assert "to verify it, train without that mode" in lines[0]
 
 
 def _train_delayed(rank: int, way: str) -> tuple[list[str], bool]:
@@ -219,15 +218,14 @@ def _train_delayed(rank: int, way: str) -> tuple[list[str], bool]:
     caps = {"bucket_cap_mb": CAP_MB}
     model = WAYS[way](module, lambda: options, {**caps, **_delayed(module)})
     expected = DistributedDataParallel(eager, **caps, **_delayed(eager))
-    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+    with config.patch(verify=True), logged("warning") as lines:
         for x in batches(rank, [(8, 64)] * 3):
             model(x).square().mean().backward()
             expected(x).square().mean().backward()
-    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     # Nobody waits for the delayed reduction, that of the first two.
-    grads = [*zip(module.parameters(), eager.parameters(), strict=True)][2:]
-    is_right = all(torch.allclose(ours.grad, theirs.grad) for ours, theirs in grads)
-    return [text for text in said if text.startswith("ddpopt.config.verify")], is_right
+    pairs = list(zip(module.parameters(), eager.parameters(), strict=True))[2:]
+    is_right = all(torch.allclose(p.grad, reference.grad) for p, reference in pairs)
+    return [line for line in lines if line.startswith("ddpopt.config.verify")], is_right
 
 
 # ---- What the flag cannot verify does not end training ----------------------------------------
@@ -449,7 +447,7 @@ def _autocast(rank: int, make: Make) -> dict[str, torch.Tensor]:
 
 
 def _frozen_at_first(rank: int, make: Make) -> dict[str, torch.Tensor]:
-    """As a discriminator that a generator's gradient passes through."""
+    """Freeze the model in its first step, as a discriminator that a generator trains through."""
     ddp, compiled = make(Odd())
     ddp.requires_grad_(False)
     with ddp.no_sync():
@@ -466,7 +464,7 @@ def _thawed_later(rank: int, make: Make) -> dict[str, torch.Tensor]:
 
 
 def _patched(rank: int, make: Make) -> dict[str, torch.Tensor]:
-    """As Lightning redirects a forward to `training_step`, once."""
+    """Redirect one forward, as Lightning does to `training_step`."""
     module = Odd()
     ddp, compiled = make(module)
 
@@ -490,7 +488,7 @@ def _compiled_elsewhere(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class CallingElsewhere(nn.Module):
-    """Of what is compiled only a call shows something."""
+    """A model of whose compiled function nothing is seen before it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -583,42 +581,41 @@ def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
         torch.manual_seed(0)
         with (
             config.patch(verify=flag),
-            mock.patch.object(ddpopt._logs, "warning") as warning,
+            logged("warning") as lines,
             mock.patch("ddpopt.checks.first_step.verify", counting),
         ):
             states.append(case(rank, make))
         rng.append(torch.get_rng_state())
     assert_equal_states(*states, bitwise=True)
     assert torch.equal(*rng)
-    said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-    return num_verified, [text for text in said if text.startswith("ddpopt.config.verify")]
+    return num_verified, [line for line in lines if line.startswith("ddpopt.config.verify")]
 
 
 @pytest.mark.parametrize("name", VERIFIED)
 def test_the_flag_verifies_and_changes_nothing(ranks: Ranks, name: str) -> None:
-    """Training with it is bitwise the one without; nothing is warned of."""
+    """Training with the flag is bitwise the one without it, and no warning is given."""
     assert ranks.run(_train_twice, name) == [(1, []), (1, [])]
 
 
 @pytest.mark.parametrize("name", WARNED)
 def test_what_the_flag_cannot_verify_is_trained(ranks: Ranks, name: str) -> None:
-    """Bitwise as without the flag; one warning on each rank says why, on one line."""
-    said = [text for _, [text] in ranks.run(_train_twice, name)]
-    assert any(WARNED[name][1] in text for text in said), said
-    for text in said:
-        assert "training goes on" in text
-        assert "\n" not in text
+    """It is trained bitwise as without the flag; one warning on each rank says why, in a line."""
+    lines = [line for _, [line] in ranks.run(_train_twice, name)]
+    assert any(WARNED[name][1] in line for line in lines), lines
+    for line in lines:
+        assert "training goes on" in line
+        assert "\n" not in line
 
 
 def _train_unrepeatably(rank: int) -> list[str]:
     ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=CAP_MB)
     model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"}, dynamic=True)
-    with config.patch(verify=True), mock.patch.object(ddpopt._logs, "warning") as warning:
+    with config.patch(verify=True), logged("warning") as lines:
         model(*batches(rank, [(8, 64)]), Counting()).sum().backward()
-    return [str(call) for call in warning.call_args_list]
+    return lines
 
 
 def test_a_model_that_differs_from_itself_is_not_blamed_on_us(ranks: Ranks) -> None:
     """Where eager gives something else the second time, compiled code may as well."""
-    for said in ranks.run(_train_unrepeatably):
-        assert any("eager differs from itself" in text for text in said), said
+    for lines in ranks.run(_train_unrepeatably):
+        assert any("eager differs from itself" in line for line in lines), lines

@@ -90,7 +90,10 @@ def _verify(rank: int, split: str, steps_before: int, ddp_options: dict[str, Any
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 def test_right_code_passes_and_nothing_changes(ranks: Ranks, split: str, steps_before: int) -> None:
-    """Before the first step, before DDP rebuilds its buckets, and after; equal on both ranks."""
+    """It is verified before the first step, before DDP rebuilds its buckets, and after that.
+
+    Both ranks get the same verdict.
+    """
     first, second = ranks.run(_verify, split, steps_before, {})
     assert first == second
     assert "verification passed" in first
@@ -110,7 +113,7 @@ def test_right_code_passes_and_nothing_changes(ranks: Ranks, split: str, steps_b
 def test_ddps_options_are_those_of_the_copy(
     ranks: Ranks, split: str, ddp_options: dict[str, Any]
 ) -> None:
-    """Modes with which the Reducer works otherwise are verified in that mode."""
+    """A mode in which the Reducer works otherwise is that of the copy's Reducer."""
     first, second = ranks.run(_verify, split, 2, ddp_options)
     assert first == second
 
@@ -139,12 +142,12 @@ def _forgetting(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[...,
 
 
 def _broken_backward(gm: fx.GraphModule, inputs: list[Any], cutting: Any) -> Callable[..., Any]:
-    """As `_torch.aot_eager`, but the first gradient of each section is too large."""
+    """Compile as `_torch.aot_eager`, but so that a gradient of each section is too large."""
     compile_well = cutting.compile_backward
 
     def compile_all(graph: fx.GraphModule, values: list[Any], compile_section: Any) -> Any:
-        def compile_badly(section: fx.GraphModule, given: list[Any], origins: Any) -> Any:
-            compiled = compile_section(section, given, origins)
+        def compile_badly(section: fx.GraphModule, inputs: list[Any], origins: Any) -> Any:
+            compiled = compile_section(section, inputs, origins)
 
             def run(args: list[Any]) -> list[Any]:
                 outputs = list(compiled(args))
@@ -178,7 +181,6 @@ def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(inner: Any) -> No
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_buffer_that_is_not_written_fails() -> None:
-    """Buffers count as gradients do."""
     result = verify(
         _compiled(nn.ModuleList([Noisy()])[0], "forward", _forgetting), torch.randn(8, 64)
     )
@@ -208,7 +210,7 @@ def test_a_backward_that_one_rank_compiled_wrong_fails_on_all(ranks: Ranks) -> N
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_compiled_module_in_ddp_is_verified_too() -> None:
-    """The other order of wrapping, with Dynamo's compiled code shared as well."""
+    """In this order of wrapping too, Dynamo's code is shared: training compiles nothing anew."""
     compiled = torch.compile(MLP(), backend="ddpopt", options={"inner": "aot_eager"})
     ddp = DistributedDataParallel(compiled, bucket_cap_mb=CAP_MB)
     before = counters["stats"]["unique_graphs"]
@@ -249,7 +251,7 @@ def test_inductors_random_numbers_are_eagers_in_it() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_cannot_be_verified_is_refused() -> None:
-    """A model that we do not compile, and a loss that is no scalar."""
+    """These are a model that we do not compile, and a loss that is no scalar."""
     ddp, other = twins(MLP())
     with pytest.raises(TypeError, match="takes a DistributedDataParallel"):
         verify(MLP(), torch.randn(8, 64))
@@ -262,8 +264,8 @@ def test_what_cannot_be_verified_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_tolerances_can_be_given() -> None:
-    """By dtype; the others stay."""
+def test_a_tolerance_can_be_given_for_a_dtype() -> None:
+    """Those of other dtypes stay as they are."""
     model = _compiled(MLP(), "forward", scale_a_gradient)
     assert verify(model, torch.randn(8, 64), tolerances={torch.float32: 0.1}).passed
     assert not verify(model, torch.randn(8, 64), tolerances={torch.bfloat16: 0.1}).passed

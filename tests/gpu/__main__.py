@@ -89,15 +89,15 @@ class Runner:
                 status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 late = f"killed after {limit_s:.0f} s"
-        found = notes.read(noted)
-        result, why = page.judge(found, status, late)
+        notes_of_line = notes.read(noted)
+        result, why = page.judge(notes_of_line, status, late)
         words = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return Outcome(
             line=line,
             result=result,
             why=why,
             seconds=time.monotonic() - start_s,
-            notes=found,
+            notes=notes_of_line,
             log=words if result == "failed" else (),
         )
 
@@ -130,13 +130,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def environment_for(place: Path) -> Mapping[str, str]:
-    """Make this checkout known as an installed ddpopt would be; `place` gets what says so."""
-    info = place / "ddpopt-0+sources.dist-info"
+def environment_for(folder: Path) -> Mapping[str, str]:
+    """Have processes know this checkout as an installed ddpopt, by metadata in a folder."""
+    info = folder / "ddpopt-0+sources.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(_METADATA)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    paths = [str(place), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each of many processes
@@ -175,10 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts["seconds"] = f"{time.monotonic() - start_s:.0f} of {budget_s:.0f}"
         page.write(outcomes, facts, args.output)
 
-    with tempfile.TemporaryDirectory(prefix="ddpopt-gpu-") as place:
+    with tempfile.TemporaryDirectory(prefix="ddpopt-gpu-") as metadata:
         runner = Runner(
             folder=args.output.resolve(),
-            environment=environment_for(Path(place)),
+            environment=environment_for(Path(metadata)),
             end_s=start_s + budget_s,
             tell=tell,
         )

@@ -16,7 +16,10 @@ import pytest
 from tests.support.device import DEVICE
 
 HERE = Path(__file__).parent
-_ON_INDUCTOR = ("::test_modes", "::test_compile_time")
+_ON_INDUCTOR = (
+    "::test_modes_with_cuda_graphs_cut_forward",
+    "::test_a_first_step_has_a_cost_with_an_empty_and_a_filled_cache",
+)
 Run = Callable[..., list[Any]]
 
 
@@ -40,18 +43,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def device() -> str:
+    """The type of the device, cpu or cuda."""
     return DEVICE.type
 
 
 @pytest.fixture
-def inner(device: str) -> str:
-    """What compiles sections: on the CPU, what takes less time than Inductor's C++."""
+def inner_backend(device: str) -> str:
+    """The backend that compiles sections: on the CPU, one that takes less time than Inductor."""
     return "inductor" if device == "cuda" else "aot_eager"
 
 
 @pytest.fixture(params=["two_ranks", "one_rank"])
-def on_ranks(request: pytest.FixtureRequest) -> Run:
-    """Call `function(rank, ...)` on all ranks, and return what each says.
+def run_on_ranks(request: pytest.FixtureRequest) -> Run:
+    """A function that calls `function(rank, ...)` on all ranks, and returns their results.
 
     Two have gloo, since NCCL refuses two on one device; one has the device's own backend.
     """

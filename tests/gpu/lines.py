@@ -11,6 +11,14 @@ from tests.system.scenarios.rows import names_of
 
 _RIGHT, _TOOLS, _OVERLAP, _COST = "Right", "Tools", "Overlap", "Cost"
 _HERE = "tests/gpu"
+_TESTS = {
+    "training": "test_features.py::test_training_features_equal_eager_ddp",
+    "attention": "test_features.py::test_attention_kernels_equal_eager_ddp",
+    "algorithms": "test_features.py::test_ranks_are_equal_after_each_algorithm",
+    "modes": "test_features.py::test_modes_with_cuda_graphs_cut_forward",
+    "DataParallel": "test_features.py::test_two_replicas_have_the_gradients_of_the_whole_batch",
+    "tools": "test_tools.py::test_tools_work_on_the_device",
+}
 _ROWS = "tests/system/test_training.py::test_training_equals_eager_ddp"
 _SHARDS = {"aot_eager": 3, "inductor": 2}  # which run beside each other
 
@@ -115,7 +123,7 @@ def _times() -> Iterator[Line]:
             "peers",
             _OVERLAP,
             "All peers on one emulated network: iteration, backward, exposed communication, cost",
-            "test_peers_take_turns",
+            "test_peers_compute_the_same_losses",
             model,
         )
         for model in MODELS
@@ -125,19 +133,18 @@ def _times() -> Iterator[Line]:
         "compile time",
         _COST,
         "The first step with an empty cache and with a filled one",
-        "test_compile_time",
+        "test_a_first_step_has_a_cost_with_an_empty_and_a_filled_cache",
         MODELS[0],
     )
     yield from others
 
 
 def _here(name: str, group: str, shows: str) -> Line:
-    """Return a test of this folder, on one of the groups of the fixture `on_ranks`."""
-    file = "test_tools.py" if name == "tools" else "test_features.py"
-    chosen = ["-k", group.replace(" ", "_")] if group else []
+    """Return the line of one of `_TESTS`, on one of the groups of the fixture `run_on_ranks`."""
+    rows = ["-k", group.replace(" ", "_")] if group else []
     return Line(
         name=f"{name}, {group or 'one rank'}",
         part=_TOOLS if name == "tools" else _RIGHT,
         shows=shows,
-        select=[f"{_HERE}/{file}::test_{name}", *chosen],
+        select=[f"{_HERE}/{_TESTS[name]}", *rows],
     )

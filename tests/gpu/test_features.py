@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.harness.network import Rate, connect, open_network
-from ddpopt import algorithms
+from ddpopt.algorithms import attach
 from tests.gpu.conftest import Run
+from tests.support.algorithms import ALGORITHMS, flat_weights, optimizer_for
 from tests.support.models import WIDTH
 from tests.system.scenarios.architectures import Block, FlexTransformer, Transformer
 from tests.system.scenarios.scenario import momentum_sgd
@@ -125,7 +126,7 @@ def _train(
     training.prepare(ddp)
     forward = compile_(ddp)
     scaler = copy.deepcopy(training.scaler)
-    found = {}
+    results = {}
     for step, x in enumerate(trial.batches()):
         with training.around_step():
             with training.around_forward():
@@ -138,8 +139,8 @@ def _train(
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
-        found[f"loss {step}"] = loss.detach()
-    return {**found, **{name: p.detach().clone() for name, p in model.named_parameters()}}
+        results[f"loss {step}"] = loss.detach()
+    return results | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 # ---- features ---------------------------------------------------------------------------------
@@ -159,12 +160,13 @@ def _float16(trial: Trial) -> str:
 def _optimizers(trial: Trial) -> str:
     # A smaller eps would make updates of what rounding leaves of gradients that are zero.
     adam = functools.partial(torch.optim.AdamW, eps=1e-3)
-    said = ""
+    outcome = ""
     for make in (adam, torch.optim.SGD):
         for kind in ("fused", "foreach"):
             optimizer = functools.partial(make, lr=0.01, **{kind: True})
-            said = compare(trial, Training(model=Transformer, optimizer=optimizer), tolerance=1e-3)
-    return f"AdamW and SGD, fused and foreach; of the last: {said}"
+            training = Training(model=Transformer, optimizer=optimizer)
+            outcome = compare(trial, training, tolerance=1e-3)
+    return f"AdamW and SGD, fused and foreach; of the last: {outcome}"
 
 
 def _optimizer_in_backward(trial: Trial) -> str:
@@ -175,7 +177,7 @@ def _optimizer_in_backward(trial: Trial) -> str:
 
 
 class _FlexBlock(Block):
-    """With gradients through the attention, which only GPUs have."""
+    """A block with gradients through the attention, which only GPUs have."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         attended = flex_attention(q, k, v, score_mod=lambda s, _b, _h, i, j: s - (i - j).abs())
@@ -209,7 +211,7 @@ def _attention_kernel(kernel: SDPBackend, trial: Trial) -> str:
 def _offload(trial: Trial) -> str:
     """Tensors wait for backward in the processor's memory, as `save_on_cpu` would have them.
 
-    That one loses the strides of views, at which Inductor's code stops, split or not.
+    `save_on_cpu` loses the strides of views, at which Inductor's code stops, split or not.
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,13 +239,9 @@ def _late_buckets(trial: Trial) -> str:
 def _algorithm(trial: Trial, name: str) -> str:
     """Train attached, compiled, and detach: the ranks' weights are then equal and finite."""
     ddp = DistributedDataParallel(Transformer().to(trial.device), bucket_cap_mb=_CAP_MB)
-    algorithm = _ALGORITHMS[name]()
-    optimizer: torch.optim.Optimizer
-    if isinstance(algorithm, algorithms.QAdam):
-        optimizer = algorithms.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=2)
-    else:
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = algorithms.attach(ddp, optimizer, algorithm)
+    algorithm, lr = ALGORITHMS[name], 1e-3 if name == "QAdam" else 0.1
+    optimizer = optimizer_for(algorithm, ddp.parameters(), lr=lr, warmup_steps=2)
+    handle = attach(ddp, optimizer, algorithm)
     compiled = trial.compile(ddp)
     losses = []
     for x in [*trial.batches(), *trial.batches()]:
@@ -251,10 +249,10 @@ def _algorithm(trial: Trial, name: str) -> str:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     num = handle.num_communications
     handle.detach()
-    flat = torch.cat([p.detach().flatten() for p in ddp.parameters()])
+    flat = flat_weights(ddp)
     first = flat.clone()
     dist.broadcast(first, 0)
     if not (flat.isfinite().all() and torch.equal(flat, first)):
@@ -264,14 +262,6 @@ def _algorithm(trial: Trial, name: str) -> str:
     return f"{num} exchanges, loss {losses[0]:.3f} to {losses[-1]:.3f}"
 
 
-_flat = {"hierarchical": False}
-_ALGORITHMS: dict[str, Callable[[], Any]] = {
-    "Decentralized": lambda: algorithms.Decentralized(**_flat),
-    "LowPrecisionDecentralized": lambda: algorithms.LowPrecisionDecentralized(**_flat),
-    "ByteGrad": lambda: algorithms.ByteGrad(**_flat),
-    "QAdam": lambda: algorithms.QAdam(**_flat),
-    "AsyncModelAverage": lambda: algorithms.AsyncModelAverage(sync_interval_ms=5),
-}
 _TRAINING: dict[str, Callable[[Trial], str]] = {
     "buckets that pass late": _late_buckets,
     "autocast float16, GradScaler": _float16,
@@ -292,78 +282,87 @@ _ATTENTION: dict[str, Callable[[Trial], str]] = {"flex attention": _flex_attenti
 _FEATURES = {**_TRAINING, **_ATTENTION}
 # DDP takes a stream for an optimizer in backward.
 _NEED_CUDA = ("optimizer in backward", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
+# In bfloat16; of any GPU after it each kernel takes the model's sizes, as does the CPU of its two.
+_NEED_AMPERE = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
+_AMPERE = (8, 0)
 
 # ---- tests ------------------------------------------------------------------------------------
 
 
-def _run_feature(rank: int, name: str, **how: str) -> str:
-    return _FEATURES[name](Trial(rank=rank, **how))
+def _run_feature(rank: int, name: str, **trial_options: str) -> str:
+    return _FEATURES[name](Trial(rank=rank, **trial_options))
 
 
-def _run_algorithm(rank: int, name: str, **how: str) -> str:
-    return _algorithm(Trial(rank=rank, **how), name)
+def _run_algorithm(rank: int, name: str, **trial_options: str) -> str:
+    return _algorithm(Trial(rank=rank, **trial_options), name)
 
 
 @pytest.fixture
-def how(device: str, inner: str) -> dict[str, str]:
-    """What all trials of a test have in common."""
-    return {"device": device, "inner": inner}
+def trial_options(device: str, inner_backend: str) -> dict[str, str]:
+    """The options that all trials of a test have in common."""
+    return {"device": device, "inner": inner_backend}
 
 
-def _try(name: str, on_ranks: Run, how: dict[str, str], split: str) -> str:
-    if how["device"] == "cpu" and name in _NEED_CUDA:
-        pytest.skip(f"{name} needs CUDA")
-    try:
-        return str(on_ranks(functools.partial(_run_feature, name=name, split=split, **how))[0])
-    except (RuntimeError, AssertionError) as error:
-        if "No available kernel" in str(error):
-            pytest.skip(f"{name} does not take these sizes here")
-        raise
+def _try(name: str, run_on_ranks: Run, trial_options: dict[str, str], split: str) -> str:
+    """Run a feature on all ranks and return what it says; skip it where the device has it not."""
+    if trial_options["device"] == "cpu":
+        if name in _NEED_CUDA:
+            pytest.skip(f"{name} needs CUDA")
+    elif name in _NEED_AMPERE and torch.cuda.get_device_capability() < _AMPERE:
+        pytest.skip(f"{name} needs a GPU of compute capability 8.0")
+    run = functools.partial(_run_feature, name=name, split=split, **trial_options)
+    return str(run_on_ranks(run)[0])
 
 
 @pytest.mark.parametrize("split", _SPLITS)
 @pytest.mark.parametrize("name", _TRAINING)
-def test_training(
-    on_ranks: Run, how: dict[str, str], name: str, split: str, record_property: Any
+def test_training_features_equal_eager_ddp(
+    run_on_ranks: Run, trial_options: dict[str, str], name: str, split: str, record_property: Any
 ) -> None:
-    """As eager DDP, with what people add to a step."""
-    record_property("said", _try(name, on_ranks, how, split))
+    """Losses and weights are those of eager DDP, with what people add to a step."""
+    record_property("said", _try(name, run_on_ranks, trial_options, split))
 
 
 @pytest.mark.parametrize("split", _SPLITS)
 @pytest.mark.parametrize("name", _ATTENTION)
-def test_attention(
-    on_ranks: Run, how: dict[str, str], name: str, split: str, record_property: Any
+def test_attention_kernels_equal_eager_ddp(
+    run_on_ranks: Run, trial_options: dict[str, str], name: str, split: str, record_property: Any
 ) -> None:
-    """As eager DDP, by each kernel that there is."""
-    record_property("said", _try(name, on_ranks, how, split))
+    """Losses and weights are those of eager DDP, by each kernel that the device has."""
+    record_property("said", _try(name, run_on_ranks, trial_options, split))
 
 
-@pytest.mark.parametrize("name", _ALGORITHMS)
-def test_algorithms(on_ranks: Run, how: dict[str, str], name: str, record_property: Any) -> None:
-    """Each algorithm trains compiled models, and ranks are equal in the end."""
-    run = functools.partial(_run_algorithm, name=name, split="backward", **how)
-    record_property("said", on_ranks(run)[0])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_ranks_are_equal_after_each_algorithm(
+    run_on_ranks: Run, trial_options: dict[str, str], name: str, record_property: Any
+) -> None:
+    """A compiled model's loss falls, and once it is detached, weights are finite and equal."""
+    run = functools.partial(_run_algorithm, name=name, split="backward", **trial_options)
+    record_property("said", run_on_ranks(run)[0])
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
-def test_modes(one_rank: None, how: dict[str, str], mode: str, record_property: Any) -> None:
-    """Inductor's modes; where they have CUDA graphs, forward is cut instead."""
-    trial = Trial(rank=0, split="auto", mode=mode, **how)
-    said = compare(trial, Training(model=Transformer), tolerance=1e-3)
-    record_property("said", said)
-    assert ("CUDA_GRAPHS" in said) != mode.endswith("no-cudagraphs"), "see docs/limits.md"
+def test_modes_with_cuda_graphs_cut_forward(
+    one_rank: None, trial_options: dict[str, str], mode: str, record_property: Any
+) -> None:
+    """Training equals eager DDP's in each mode of Inductor; without them backward is cut."""
+    trial = Trial(rank=0, split="auto", mode=mode, **trial_options)
+    outcome = compare(trial, Training(model=Transformer), tolerance=1e-3)
+    record_property("said", outcome)
+    assert ("CUDA_GRAPHS" in outcome) != mode.endswith("no-cudagraphs"), "see docs/limits.md"
 
 
-def test_DataParallel(device: str, inner: str) -> None:  # noqa: N802  # as it is called
-    """Two replicas on one device; gradients are those of the module on the whole batch."""
+def test_two_replicas_have_the_gradients_of_the_whole_batch(
+    device: str, inner_backend: str
+) -> None:
+    """Both replicas of the DataParallel are on one device."""
     model = Transformer().to(device)
     twin = copy.deepcopy(model)
-    given = {} if inner == "inductor" else {"backend": inner}
+    options = {} if inner_backend == "inductor" else {"backend": inner_backend}
     devices = [f"{device}:0" if device == "cuda" else device] * 2
-    parallel = ddpopt.DataParallel(model, devices, **given)
-    for x in Trial(rank=0, device=device, inner=inner, split="auto").batches(8):
+    parallel = ddpopt.DataParallel(model, devices, **options)
+    for x in Trial(rank=0, device=device, inner=inner_backend, split="auto").batches(8):
         for forward in (parallel, twin):
             forward(x).pow(2).mean().backward()
-    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=name)
+    for (name, p), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=name)

@@ -32,6 +32,7 @@ _PROFILE_GBIT = 100 if _IS_CUDA else 5
 
 @pytest.fixture
 def _packages() -> None:
+    """Skip a test whose models come from packages that are not installed."""
     try:
         find_model(MODELS[0]).num_parameters()
     except MissingPackageError as error:
@@ -41,12 +42,12 @@ def _packages() -> None:
 @pytest.mark.nightly  # on a CPU: `make gpu` runs it whatever it is marked
 @pytest.mark.usefixtures("_packages")
 def test_more_runs_beside_communication_than_unsplit(
-    device: str, inner: str, tmp_path: Path, record_property: Any
+    device: str, inner_backend: str, tmp_path: Path, record_property: Any
 ) -> None:
-    """In a profile of steps; a matter of order, so a busy machine changes nothing."""
+    """A profile of steps shows it by the order of events, which a busy machine does not change."""
     cluster = Cluster(num_ranks=1, local_ranks=(0,))
     setting = Setting(
-        inner=inner,
+        inner=inner_backend,
         num_threads=None if _IS_CUDA else 1,
         folder=tmp_path,
         device=device,
@@ -60,47 +61,49 @@ def test_more_runs_beside_communication_than_unsplit(
         team.wait_until_ready()
         team.ask("first_steps")
         team.ask("use_rate", _PROFILE_GBIT)
-        seen: Summary = team.ask("profile", str(folder / f"{peer}.json"))
-        return seen
+        summary: Summary = team.ask("profile", str(folder / f"{peer}.json"))
+        return summary
 
-    found = {}
+    summaries = {}
     for peer in ("nosplit", "backward"):
         with open_team(cluster, setting, peer, MODELS[0], cap_mb, tmp_path / peer) as team:
-            found[peer] = seen = profile(peer, team)
-        assert seen.num_products, "no matrix product was recognised"
-        assert seen.num_streams >= 2 or not _IS_CUDA, "kernels ran on one stream alone"
+            summaries[peer] = summary = profile(peer, team)
+        assert summary.num_products, "no matrix product was recognised"
+        assert summary.num_streams >= 2 or not _IS_CUDA, "kernels ran on one stream alone"
     record_property(
         "said",
         "; ".join(
-            f"{peer}: {seen.num_beside} of {seen.num_products} matrix products began beside "
-            f"communication, of which {seen.hidden_ms:.1f} of {seen.communication_ms:.1f} ms were "
-            "hidden"
-            for peer, seen in found.items()
+            f"{peer}: {summary.num_beside} of {summary.num_products} matrix products began beside "
+            f"communication, of which {summary.hidden_ms:.1f} of {summary.communication_ms:.1f} ms "
+            "were hidden"
+            for peer, summary in summaries.items()
         ),
     )
-    assert found["backward"].num_beside > found["nosplit"].num_beside
+    assert summaries["backward"].num_beside > summaries["nosplit"].num_beside
 
 
 @pytest.mark.nightly  # on a CPU, as above
 @pytest.mark.usefixtures("_packages")
 @pytest.mark.parametrize("model", MODELS)
-def test_peers_take_turns(
-    device: str, inner: str, model: str, tmp_path: Path, record_property: Any
+def test_peers_compute_the_same_losses(
+    device: str, inner_backend: str, model: str, tmp_path: Path, record_property: Any
 ) -> None:
-    """On one emulated network; all compute the same first loss."""
-    options = ["--device", device, "--emulated-ranks", str(_NUM_RANKS), "--inner", inner]
-    what = ["--models", model, "--caps", _CAP, "--rates", _RATES, "--peers", _PEERS]
+    """They take turns on one emulated network, and what overlaps is for the page."""
     folder = folder_for(model, tmp_path)
-    how = ["--rounds", _ROUNDS, "--output", str(folder)]
-    status = measure_overlap([*options, *what, *how])
+    arguments = ["--device", device, "--inner", inner_backend, "--models", model, "--caps", _CAP]
+    arguments += ["--emulated-ranks", str(_NUM_RANKS), "--rates", _RATES, "--peers", _PEERS]
+    arguments += ["--rounds", _ROUNDS, "--output", str(folder)]
+    status = measure_overlap(arguments)
     record_property("page", (folder / "overlap.md").read_text())
     assert status == 0
 
 
 @pytest.mark.usefixtures("_packages")
 @pytest.mark.parametrize("model", MODELS[:1])
-def test_compile_time(device: str, model: str, record_property: Any) -> None:
-    """With an empty and a filled cache; peers beside each other, so look at CPU time."""
+def test_a_first_step_has_a_cost_with_an_empty_and_a_filled_cache(
+    device: str, model: str, record_property: Any
+) -> None:
+    """Peers are measured beside each other, so look at CPU time; the page has the table."""
     peers = ("nosplit", "intree", "forward", "backward") if _IS_CUDA else ("nosplit", "backward")
     cap_mb = 25.0 if _CAP == "default" else float(_CAP)
 
@@ -110,3 +113,8 @@ def test_compile_time(device: str, model: str, record_property: Any) -> None:
     with ThreadPoolExecutor(len(peers)) as pool:
         costs = dict(zip(peers, pool.map(measure, peers), strict=True))
     record_property("page", "\n".join(compiling.report({model: costs})))
+    for peer in peers:
+        assert costs[peer].keys() == {"cold", "warm"}, peer
+        for (cost,) in costs[peer].values():
+            assert cost.cpu_s > 0, peer
+            assert cost.wall_s > 0, peer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from tests.gpu.conftest import Run
+from tests.support.buckets import real_buckets
 from tests.support.models import MLP, batches
 
 _WIDTH = 64
@@ -32,8 +32,8 @@ def _train(rank: int, model: nn.Module, num_steps: int) -> None:
         model(x).pow(2).mean().backward()
 
 
-def _record(rank: int, device: str, inner: str, _folder: Path) -> str:
-    """Each step has its sections and buckets in order."""
+def _record(rank: int, device: str, inner: str) -> str:
+    """The events of each recorded step, and those of each of its buckets, are in order."""
     ddp, model = _model(device, inner)
     _train(rank, model, _SETTLED)
     with ddpopt.record(model) as recording:
@@ -52,15 +52,17 @@ def _record(rank: int, device: str, inner: str, _folder: Path) -> str:
     return f"{len(recording.steps)} steps of {len(recording.steps[0].buckets)} buckets{notes}"
 
 
-def _verify(rank: int, device: str, inner: str, _folder: Path) -> str:
-    """Compiled steps are eager's."""
+def _verify(rank: int, device: str, inner: str) -> str:
+    """The verdict is that compiled steps equal eager's."""
     _, model = _model(device, inner)
     (x,) = batches(rank, [(8, _WIDTH)])
-    return str(ddpopt.verify(model, x))
+    result = ddpopt.verify(model, x)
+    assert result.passed, str(result)
+    return str(result)
 
 
-def _warmup(rank: int, device: str, inner: str, _folder: Path) -> str:
-    """Nothing changes, and nothing is compiled in the steps that follow."""
+def _warmup(rank: int, device: str, inner: str) -> str:
+    """A warmup changes no weights, and the steps that follow compile nothing."""
     ddp, model = _model(device, inner)
     before = [p.detach().clone() for p in ddp.parameters()]
     (x,) = batches(rank, [(8, _WIDTH)])
@@ -71,7 +73,7 @@ def _warmup(rank: int, device: str, inner: str, _folder: Path) -> str:
     return f"{len(ddpopt.explain(ddp).cuts[0].sections)} sections, no compile after it"
 
 
-def _calibrate(_rank: int, device: str, _inner: str, _folder: Path) -> str:
+def _calibrate(_rank: int, device: str, _inner: str) -> str:
     """An allreduce of tensors on the device costs something."""
     cost = ddpopt.calibrate(device=device)
     assert cost.startup_s > 0
@@ -79,16 +81,16 @@ def _calibrate(_rank: int, device: str, _inner: str, _folder: Path) -> str:
     return str(cost)
 
 
-def _auto(rank: int, device: str, inner: str, _folder: Path) -> str:
-    """All ranks decide, and train on."""
+def _auto(rank: int, device: str, inner: str) -> str:
+    """The tuner decides, and training goes on."""
     ddp, model = _model(device, inner, buckets="auto")
     _train(rank, model, _TUNING_STEPS)
-    said = ddpopt.explain(ddp).tuning
-    assert said, "the tuner did not decide"
-    return said
+    decision = ddpopt.explain(ddp).tuning
+    assert decision, "the tuner did not decide"
+    return decision
 
 
-def _plan(rank: int, device: str, _inner: str, _folder: Path) -> str:
+def _plan(rank: int, device: str, _inner: str) -> str:
     """A plan is made from the model on the device, and its buckets are DDP's."""
     model = MLP(bias=False).to(device)
     (x,) = batches(rank, [(8, _WIDTH)])
@@ -99,6 +101,10 @@ def _plan(rank: int, device: str, _inner: str, _folder: Path) -> str:
     ddp = DistributedDataParallel(model, **plan.ddp_kwargs())
     for _ in range(3):
         ddp(x).pow(2).mean().backward()
+    names = [name for name, _ in model.named_parameters()]
+    formed = [{names[index] for index in bucket} for bucket in real_buckets(ddp)]
+    assert formed == [set(bucket.parameters) for bucket in plan.buckets]
+    assert len(formed) > 1
     rates = ddpopt.planning.measure_device(device)
     return f"{len(plan.buckets)} buckets; {rates}"
 
@@ -114,16 +120,16 @@ _TOOLS = {
 _BETWEEN_RANKS = ("calibrate", "buckets='auto'")
 
 
-def _run_tool(rank: int, name: str, device: str, inner: str, folder: Path) -> str:
+def _run_tool(rank: int, name: str, device: str, inner: str) -> str:
     if dist.get_world_size() == 1 and name in _BETWEEN_RANKS:
-        return "nothing to calibrate on one rank"
-    return _TOOLS[name](rank, device, inner, folder)
+        pytest.skip("one rank has nobody to communicate with")
+    return _TOOLS[name](rank, device, inner)
 
 
 @pytest.mark.parametrize("name", _TOOLS)
-def test_tools(
-    on_ranks: Run, device: str, inner: str, name: str, tmp_path: Path, record_property: Any
+def test_tools_work_on_the_device(
+    run_on_ranks: Run, device: str, inner_backend: str, name: str, record_property: Any
 ) -> None:
-    """Each works on the device."""
-    said = on_ranks(_run_tool, name, device, inner, tmp_path)
+    """The functions above say what is asserted of each tool."""
+    said = run_on_ranks(_run_tool, name, device, inner_backend)
     record_property("said", said[0])

@@ -5,17 +5,16 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from ddpopt.errors import OptionError, UnsupportedModeError
+from tests.integrations.torchrun import as_torchrun
 from tests.support.models import MLP, WIDTH
 from tests.support.ranks import Ranks
 
@@ -27,7 +26,7 @@ from ddpopt.integrations.lightning import DDPOptCallback
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EAGER = {"inner": "aot_eager"}
 NUM_BATCHES = 8
-EVERY = 2  # steps are logged
+LOG_EVERY = 2  # steps
 
 
 def _trainer(package: str, folder: str, callbacks: list[Any], **more: Any) -> Any:
@@ -39,7 +38,7 @@ def _trainer(package: str, folder: str, callbacks: list[Any], **more: Any) -> An
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        log_every_n_steps=EVERY,
+        log_every_n_steps=LOG_EVERY,
         logger=loggers.CSVLogger(folder, version=0),
         **{"max_epochs": 1, **more},
     )
@@ -82,40 +81,38 @@ def _batches(rank: int) -> Any:
     return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
-def _as_torchrun(rank: int) -> Any:
-    given = {"TORCHELASTIC_RUN_ID": "x", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-    given |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    return mock.patch.dict(os.environ, given | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-
-
 def _ddp(package: str) -> Any:
     return importlib.import_module(f"{package}.strategies").DDPStrategy(bucket_cap_mb=0.03)
 
 
 def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> dict[str, Any]:
-    """Fit an epoch, go on from its checkpoint, and return what was seen; compare with a twin."""
+    """Fit an epoch, go on from its checkpoint, and compare with a twin without the callback.
+
+    Returns the explanation of each fit, and on rank 0 the rows that were logged.
+    """
     common = {"devices": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
     callback = DDPOptCallback(EAGER, explanation=f"{folder}/explanation.json")
-    found: dict[str, Any] = {"explanations": [], "rows": []}
+    explanations: list[str | None] = []
+    rows: list[dict[str, str]] = []
     data, checkpoint = _batches(rank), None
-    with _as_torchrun(rank):
+    with as_torchrun(rank):
         for num_epochs in (1, 2):
             module = _module(package, step)
-            given = {**common, "strategy": _ddp(package), "max_epochs": num_epochs}
-            trainer = _trainer(package, f"{folder}/{num_epochs}", [callback], **given)
+            options = {**common, "strategy": _ddp(package), "max_epochs": num_epochs}
+            trainer = _trainer(package, f"{folder}/{num_epochs}", [callback], **options)
             trainer.fit(module, data, data, ckpt_path=checkpoint)
             assert not {"log", "log_dict", "training_step"} & vars(module).keys()
             checkpoint = f"{folder}/checkpoint"
             trainer.save_checkpoint(checkpoint)
-            found["explanations"].append(callback.explanation and str(callback.explanation))
+            explanations.append(callback.explanation and str(callback.explanation))
             if rank == 0:
                 with Path(trainer.logger.log_dir, "metrics.csv").open() as file:
-                    found["rows"] += csv.DictReader(file)
+                    rows += csv.DictReader(file)
         twin = _module(package, step)
-        given = {**common, "strategy": _ddp(package), "max_epochs": 2}
-        _trainer(package, f"{folder}/twin", [], **given).fit(twin, data, data)
+        options = {**common, "strategy": _ddp(package), "max_epochs": 2}
+        _trainer(package, f"{folder}/twin", [], **options).fit(twin, data, data)
     torch.testing.assert_close(list(module.parameters()), list(twin.parameters()))
-    return found
+    return {"explanations": explanations, "rows": rows}
 
 
 @pytest.mark.parametrize(
@@ -130,22 +127,22 @@ def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> di
 def test_fit_and_resumed_fit_split_log_and_explain(
     ranks: Ranks, tmp_path: Path, package: str, step: str, accumulate: int
 ) -> None:
-    """With validation within; weights equal those of a twin without the callback."""
+    """There is validation within; weights equal those of a twin without the callback."""
     first, second = ranks.run(_fit, package, str(tmp_path), step, accumulate)
     assert second["explanations"] == [None, None]
     for text in first["explanations"]:
         assert "3 backward sections for 4 DDP buckets" in text
     assert json.loads((tmp_path / "explanation.json").read_text())["model"] == "Module"
     rows = [row for row in first["rows"] if row["ddpopt.sections"]]
-    own = [row for row in first["rows"] if row["loss"]]
-    assert [row["step"] for row in rows] == [row["step"] for row in own]
-    assert len(rows) == 2 * NUM_BATCHES // accumulate // EVERY
+    rows_of_module = [row for row in first["rows"] if row["loss"]]
+    assert [row["step"] for row in rows] == [row["step"] for row in rows_of_module]
+    assert len(rows) == 2 * NUM_BATCHES // accumulate // LOG_EVERY
     assert float(rows[-1]["ddpopt.sections"]) == 3
     assert float(rows[-1]["ddpopt.step.ms"]) > 0
 
 
-def test_what_fails_before_fit_has_nothing_to_restore() -> None:
-    """As validation alone may."""
+def test_an_error_before_fit_finds_nothing_to_restore() -> None:
+    """Validation alone, for example, may raise one."""
     module = _module(PACKAGES[0])
     DDPOptCallback(EAGER).on_exception(None, module, ValueError())
     assert "training_step" not in vars(module)
@@ -154,7 +151,7 @@ def test_what_fails_before_fit_has_nothing_to_restore() -> None:
 def test_without_ddp_the_model_is_compiled_whole_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lightning's default for one device."""
+    """It is so with Lightning's default strategy for one device."""
     caplog.set_level("INFO", logger="ddpopt")
     callback = DDPOptCallback(EAGER)
     trainer = _trainer(PACKAGES[0], str(tmp_path), [callback], devices=1)
@@ -166,7 +163,7 @@ def test_without_ddp_the_model_is_compiled_whole_and_a_line_says_so(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_another_strategy_is_an_error_that_names_it(world_size: int) -> None:
-    """One that wraps the module otherwise, or shards it in place."""
+    """With one rank the strategy has wrapped the module otherwise, with two it shards in place."""
 
     class ShardingStrategy: ...
 
@@ -205,7 +202,7 @@ def test_a_module_that_is_compiled_already_is_not_compiled_again() -> None:
 def test_the_callback_is_one_of_the_package_that_the_program_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of both where both or none are imported, since a Trainer takes its own package's only."""
+    """Where both packages or none are imported it is one of both: a Trainer takes its own alone."""
     both = tuple(importlib.import_module(package).Callback for package in PACKAGES)
     assert integration._callback_classes() == both
     monkeypatch.delitem(integration.sys.modules, PACKAGES[0])

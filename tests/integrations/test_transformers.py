@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from ddpopt.errors import OptionError, UnsupportedModeError
+from tests.integrations.torchrun import as_torchrun
 from tests.support.models import MLP, WIDTH
 from tests.support.ranks import Ranks
 
@@ -28,11 +27,11 @@ from ddpopt.integrations import transformers as integration  # noqa: E402
 from ddpopt.integrations.transformers import DDPOptCallback  # noqa: E402
 
 EAGER = {"inner": "aot_eager"}
-NUM_STEPS, EVERY = 8, 2
+NUM_STEPS, LOG_EVERY = 8, 2
 
 
 class Model(nn.Module):
-    """Takes and returns what the Trainer expects."""
+    """A model that takes and returns what the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +53,10 @@ class Later(transformers.TrainerCallback):
 
 
 @contextlib.contextmanager
-def _as_torchrun(rank: int | None) -> Iterator[None]:
-    """Have Accelerate find a rank of two, or none."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    values = (f"{rank}", f"{rank}", "2", "2")
-    given = dict(zip(names, values, strict=True)) if rank is not None else {}
+def _fresh_accelerate(rank: int | None) -> Iterator[None]:
+    """Have Accelerate look at its environment anew, and see a rank of two, or none."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    with mock.patch.dict(os.environ, given | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
+    with contextlib.nullcontext() if rank is None else as_torchrun(rank):
         try:
             yield
         finally:
@@ -74,7 +70,7 @@ def _train(folder: str, callbacks: list[Any], resume: str | None = None, **more:
         "disable_tqdm": True,
         "eval_steps": 4,
         "eval_strategy": "steps",
-        "logging_steps": EVERY,
+        "logging_steps": LOG_EVERY,
         "max_steps": NUM_STEPS,
         "per_device_train_batch_size": 2,
         "report_to": "none",
@@ -95,16 +91,20 @@ def _train(folder: str, callbacks: list[Any], resume: str | None = None, **more:
 
 
 def _compare(rank: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Train, go on from a checkpoint, and without the callback; return what was seen."""
+    """Train, go on from a checkpoint, and compare with a twin without the callback.
+
+    Returns the explanation of each training, and the rows that the last one reported and kept.
+    """
     texts = []
-    with _as_torchrun(rank):
-        for resume in (None, f"{folder}/ours/checkpoint-{NUM_STEPS // 2}"):
+    with _fresh_accelerate(rank):
+        for resume in (None, f"{folder}/with/checkpoint-{NUM_STEPS // 2}"):
             callback, later = DDPOptCallback(EAGER, explanation=f"{folder}/e.html"), Later()
-            trainer = _train(f"{folder}/ours", [callback, later], resume, **more)
+            trainer = _train(f"{folder}/with", [callback, later], resume, **more)
             texts.append(callback.explanation and str(callback.explanation))
         twin = _train(f"{folder}/twin", [], **more)
-    for ours, expected in zip(trainer.model.parameters(), twin.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+    pairs = zip(trainer.model.parameters(), twin.model.parameters(), strict=True)
+    for parameter, expected in pairs:
+        torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
     return {"explanations": texts, "rows": later.rows, "history": trainer.state.log_history}
 
 
@@ -112,7 +112,7 @@ def _compare(rank: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
 def test_training_and_resumed_training_split_log_and_explain(
     ranks: Ranks, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """With evaluation within; weights equal those of a twin without the callback."""
+    """There is evaluation within; weights equal those of a twin without the callback."""
     first, second = ranks.run(_compare, str(tmp_path), more)
     assert second["explanations"] == [None, None]
     for text in first["explanations"]:
@@ -127,7 +127,7 @@ def test_training_and_resumed_training_split_log_and_explain(
 
 
 def test_what_is_logged_before_any_training_is_left_alone() -> None:
-    """As `evaluate` logs."""
+    """`evaluate` alone, for example, logs."""
     logs = {"loss": 1.0}
     DDPOptCallback(EAGER).on_log(None, None, None, logs=logs)
     assert logs == {"loss": 1.0}
@@ -137,7 +137,7 @@ def test_one_rank_is_compiled_whole_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="ddpopt")
-    with _as_torchrun(None):
+    with _fresh_accelerate(None):
         callback = DDPOptCallback(EAGER)
         _train(str(tmp_path), [callback])
     assert "the Trainer trains on one rank, without DistributedDataParallel" in caplog.text
@@ -163,9 +163,9 @@ def test_another_strategy_is_an_error_that_names_it(
 
 
 def test_a_trainer_that_compiles_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"torch_compile": True, "torch_compile_backend": "inductor"}
+    arguments = {"torch_compile": True, "torch_compile_backend": "inductor"}
     with pytest.raises(UnsupportedModeError, match="'inductor' itself; leave torch_compile out"):
-        _begin(monkeypatch, "MULTI_GPU", **given)
+        _begin(monkeypatch, "MULTI_GPU", **arguments)
 
 
 def test_a_bad_option_is_an_error_before_training() -> None:
