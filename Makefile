@@ -36,7 +36,7 @@ operators: .venv/installed
 # Linux is the CUDA build, several GB, which runs on CPUs too; so it is no part of CI.
 drift: $(DRIFT)/installed
 	$(DRIFT)/bin/python -m pytest $(CORE:%=tests/%)
-	$(DRIFT)/bin/python -m pytest tests/system/test_cli.py -k doctor
+	$(DRIFT)/bin/python -m pytest tests/cli/test_cli.py -k doctor
 	$(DRIFT)/bin/ddpopt doctor
 
 # A page of proofs on this machine's GPU, in build/gpu, in nine minutes. Nothing is installed: PYTHON

@@ -18,7 +18,7 @@ from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
 from tests.support.cuts import only_cut
-from tests.support.models import MLP
+from tests.support.models import MLP, WIDTH
 
 CAP_MB = 0.0316  # two layers fill a bucket, whether a weight or its bias comes first
 

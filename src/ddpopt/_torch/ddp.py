@@ -6,12 +6,12 @@ Process groups are here too.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import copy
 import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,6 +104,7 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
         return asked or None
     # `asked` is numbered by `reducer_parameters`, whose order may be a guess; the log has the
     # Reducer's own numbers.
+    assert logged is not None, "as above"
     if not asked and sorted(itertools.chain(*logged)) != sorted(index_of.values()):
         # The Reducer does not tell whose numbers these are, and some parameters were frozen since.
         return None

@@ -176,7 +176,8 @@ def _require_order(
         place = place_of_call[event.node]
         if (event.node, argument_read) in before_all:
             place = -1
-        # Two equal reads are one event: both have to come before what the first one stands before.
+        # Two equal reads are one event: both have to come before what the first one stands before,
+        # though the second may not stand there. AOTAutograd merges equal calls, so this is rare.
         stands_at[event.what] = min(stands_at.get(event.what, len(calls)), place)
 
     ordered = sorted(stands_at, key=stands_at.__getitem__)
