@@ -83,7 +83,7 @@ class _Run:
         peers = {name: report.measured(turns, name, self.num_samples) for name in turns}
         shown = [f"{name} {peer.samples_per_s.median:.0f}" for name, peer in peers.items()]
         session.say(f"{rate}: {', '.join(shown)} samples/s")
-        return Cell(rate=self._shown(rate), num_rounds=num_rounds, peers=peers)
+        return Cell(rate=session.shown_rate(rate), num_rounds=num_rounds, peers=peers)
 
     def measure_stragglers(self) -> Iterator[Straggler]:
         """Measure turns without and with a slow rank, the last one, in turns."""
@@ -105,7 +105,7 @@ class _Run:
         pairs = session.take_turns(list(num_steps), max(_MIN_ROUNDS, num_rounds // 2), take)
         for name, of_peer in pairs.items():
             straggler = report.straggler(
-                name, self._shown(_STRAGGLER_RATE), of_peer, self.num_samples
+                name, session.shown_rate(_STRAGGLER_RATE), of_peer, self.num_samples
             )
             session.say(f"straggler, {name}: fast ranks {straggler.fast.median:.3f} of undisturbed")
             yield straggler
@@ -131,9 +131,6 @@ class _Run:
             },
             lines,
         )
-
-    def _shown(self, rate: str) -> str:
-        return rate if self.session.applies_rates else f"{rate} (not applied)"
 
     def _schedule(self, chosen: Sequence[str]) -> tuple[dict[str, int], int]:
         """Return how many steps a turn of each has, and how many rounds fit the budget."""

@@ -105,10 +105,10 @@ class Session:
         """Start a team; it is not in `teams` before somebody puts it there."""
         return open_team(self.cluster, self.setting, peer, model, cap_mb, caches)
 
-    @property
-    def applies_rates(self) -> bool:
-        """Whether the network has the rates that `set_rate` is given; loopback has none."""
-        return self.cluster.is_shaped or bool(self.setting.emulated_ranks)
+    def shown_rate(self, rate: str) -> str:
+        """Return a rate as tables have it: loopback does not have the rates of `set_rate`."""
+        is_applied = self.cluster.is_shaped or self.setting.emulated_ranks
+        return rate if is_applied else f"{rate} (not applied)"
 
     def set_rate(self, rate: str) -> None:
         """Give all links a rate."""

@@ -78,15 +78,14 @@ class _Run:
             cells = []
             for rate in session.args.rates:
                 cell = _measure_cell(session, model, cap, rate) if session.teams else None
-                if cell is not None:  # as it is if all peers fail
+                if cell is not None:  # None if all peers have failed
                     cells.append(cell)
             compilations = {
                 peer: _after_all_rates(session, compilation)
                 for peer, compilation in compilations.items()
             }
             if is_emulated:
-                title = f"{session.where}, {session.args.rates[-1]}"
-                self.costs[title] = dict(_measure_costs(session))
+                self.costs[session.where] = dict(_measure_costs(session))
             else:
                 # Last, because what they record with slows later steps.
                 cells = [_add_timelines(session, cell) for cell in cells]
@@ -129,18 +128,9 @@ def _start_cold_then_warm(
     compilations = {}
     for peer in session.args.peers:
         with session.failing(peer), open_(peer) as team:
-            team.wait_until_ready()
-            first = team.ask("first_steps")
-            compilations[peer] = Compilation(
-                model=model,
-                cap=cap,
-                peer=peer,
-                loss=first.loss,
-                later_loss=first.later_loss,
-                cold_s=first.compile_s,
-                facts=team.ask("facts"),
-            )
-            session.say(f"{session.where}, {peer}: compiled in {first.compile_s:.1f} s")
+            compilation = _compile_first(team, model, cap, peer)
+            compilations[peer] = compilation._replace(facts=team.ask("facts"))
+            session.say(f"{session.where}, {peer}: compiled in {compilation.cold_s:.1f} s")
     for peer in compilations:
         session.teams[peer] = stack.enter_context(open_(peer))
     for peer in compilations:
@@ -161,25 +151,30 @@ def _start_at_once(
     for peer in session.args.peers:
         session.teams[peer] = stack.enter_context(open_(peer))
 
-    def compile_(peer: str, team: Team) -> Compilation:
-        team.wait_until_ready()
-        first = team.ask("first_steps")
-        return Compilation(
-            model=model,
-            cap=cap,
-            peer=peer,
-            loss=first.loss,
-            later_loss=first.later_loss,
-            cold_s=first.compile_s,
-        )
-
     compilations = {}
     with ThreadPoolExecutor(len(session.teams)) as pool:
-        futures = {peer: pool.submit(compile_, peer, team) for peer, team in session.teams.items()}
+        futures = {
+            peer: pool.submit(_compile_first, team, model, cap, peer)
+            for peer, team in session.teams.items()
+        }
     for peer, future in futures.items():
         with session.failing(peer):
             compilations[peer] = future.result()
     return compilations
+
+
+def _compile_first(team: Team, model: str, cap: str, peer: str) -> Compilation:
+    """Have a team take its first steps, with what is in its cache."""
+    team.wait_until_ready()
+    first = team.ask("first_steps")
+    return Compilation(
+        model=model,
+        cap=cap,
+        peer=peer,
+        loss=first.loss,
+        later_loss=first.later_loss,
+        cold_s=first.compile_s,
+    )
 
 
 # ---- measuring --------------------------------------------------------------------------------
@@ -202,8 +197,9 @@ def _measure_cell(session: Session, model: str, cap: str, rate: str) -> Cell | N
 def _measure_costs(session: Session) -> Iterator[tuple[str, Cost]]:
     for name, team in list(session.teams.items()):
         with session.failing(name):
-            seen, cpu_s, peak_mb = (team.ask(what) for what in ("profile", "cpu_s", "peak_mb"))
-            yield name, Cost(cpu_s * 1e3, seen, peak_mb)
+            profiled, cpu_s, peak_mb = (team.ask(what) for what in ("profile", "cpu_s", "peak_mb"))
+            rate = session.args.rates[-1]  # that of the network now
+            yield name, Cost(rate, cpu_s * 1e3, profiled, peak_mb)
 
 
 def _after_all_rates(session: Session, compilation: Compilation) -> Compilation:

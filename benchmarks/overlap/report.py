@@ -36,11 +36,12 @@ class Compilation(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a step of a peer costs on a device, beside its time.
+    """What a step of a peer costs on a device, beside its time, at one rate.
 
     `profiled` is of `PROFILED_STEPS` steps.
     """
 
+    rate: str
     cpu_ms: float
     profiled: Summary
     peak_mb: float
@@ -61,10 +62,11 @@ def lines(
         for cell in cells:
             if (cell.model, cell.cap) == (model, cap):
                 yield from ("", f"### {title}, {cell.shown_rate}", "", *_cell_table(cell))
-        for title_of_costs, by_peer in costs.items():
-            if title_of_costs.startswith(f"{title}, "):
-                table = table_of("peer", by_peer, _COSTS)
-                yield from ("", f"### {title_of_costs}: costs of a step", "", *table)
+        by_peer = costs.get(title)
+        if by_peer:
+            rate = next(iter(by_peer.values())).rate  # the same for all peers
+            table = table_of("peer", by_peer, _COSTS)
+            yield from ("", f"### {title}, {rate}: costs of a step", "", *table)
     if pictures:
         yield ""
         yield from (f"![{path.removesuffix('.png')}]({path})" for path in pictures)

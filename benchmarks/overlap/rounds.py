@@ -72,22 +72,17 @@ class Bounds:
 class Cell:
     """One model, cap and rate; a round has `num_steps` timed steps of each peer.
 
-    `rate` is the one that was asked for; the network may have had none, as on loopback.
+    `rate` is the one that was asked for, `shown_rate` says too if the network did not have it.
     """
 
     model: str
     cap: str
     rate: str
-    is_applied: bool
+    shown_rate: str
     num_rounds: int
     num_steps: int
     bounds: Bounds
     peers: dict[str, Measured]
-
-    @property
-    def shown_rate(self) -> str:
-        """The rate as tables have it."""
-        return self.rate if self.is_applied else f"{self.rate} (not applied)"
 
 
 def measure(session: Session, model: str, cap: str, rate: str) -> Cell | None:
@@ -111,7 +106,7 @@ def measure(session: Session, model: str, cap: str, rate: str) -> Cell | None:
         model=model,
         cap=cap,
         rate=rate,
-        is_applied=session.applies_rates,
+        shown_rate=session.shown_rate(rate),
         num_rounds=num_rounds,
         num_steps=num_timed,
         bounds=bounds,

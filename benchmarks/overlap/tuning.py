@@ -82,7 +82,7 @@ def measure(team: Team, model: str, rate: str, session: Session) -> Cell:
     }
     return Cell(
         model=model,
-        rate=rate if session.applies_rates else f"{rate} (not applied)",
+        rate=session.shown_rate(rate),
         num_ranks=session.cluster.num_ranks,
         outcome=tuned.outcome,
         keeps_buckets=tuned.keeps_buckets,

@@ -18,21 +18,9 @@ from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
 from tests.support.cuts import only_cut
-from tests.support.models import MLP, WIDTH
+from tests.support.models import MLP, WIDTH, Broken
 
 CAP_MB = 0.0316  # two layers fill a bucket, whether a weight or its bias comes first
-
-
-class _Broken(MLP):
-    """Has a graph break in its middle."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:3]:
-            x = layer(x).relu()
-        torch._dynamo.graph_break()
-        for layer in self.layers[3:]:
-            x = layer(x).relu()
-        return x
 
 
 def _compile(ddp: nn.Module) -> Any:
@@ -71,7 +59,7 @@ def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> N
 
 def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
     """They are completed by the graph that runs first in forward, and no graph is cut short."""
-    ddp = DistributedDataParallel(_Broken(), bucket_cap_mb=CAP_MB)
+    ddp = DistributedDataParallel(Broken(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     for _ in range(4):
         compiled(torch.randn(2, 64)).sum().backward()
@@ -121,7 +109,7 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
     The first graph of all had to guess the order in the second, where a weight's gradient comes
     before its bias's; with this cap buckets differ by that.
     """
-    ddp = DistributedDataParallel(_Broken(), bucket_cap_mb=0.03)
+    ddp = DistributedDataParallel(Broken(), bucket_cap_mb=0.03)
     compiled = _compile(ddp)
     for batch in (2, 3):
         compiled(torch.randn(batch, 64)).sum().backward()

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
+from tests.support.cuts import only_cut
 
 _MIB = 1024 * 1024
 
@@ -68,5 +68,4 @@ def cut_of(module: nn.Module, *inputs: Any, **ddp_options: Any) -> Cut:
     torch._dynamo.reset()
     ddp = FakeDDP(module, **ddp_options)
     torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})(*inputs)
-    (cut,) = ddpopt.explain(ddp).cuts
-    return cut
+    return only_cut(ddp)

@@ -32,6 +32,18 @@ class MLP(nn.Module):
         return x
 
 
+class Broken(MLP):
+    """A graph break in the middle."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:3]:
+            x = layer(x).relu()
+        torch._dynamo.graph_break()
+        for layer in self.layers[3:]:
+            x = layer(x).relu()
+        return x
+
+
 def tie(model: MLP) -> None:
     """Make the module lose a weight, which the Reducer of a DDP module around it keeps."""
     model.layers[2].weight = model.layers[0].weight

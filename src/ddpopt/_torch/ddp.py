@@ -93,18 +93,17 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
     Raises:
         TorchDriftError: the log numbers parameters otherwise than `reducer_parameters`.
     """
-    follows_arrival = follows_arrival_order(ddp)
-    logged = _logged_buckets(ddp)
-    if follows_arrival and logged is None:
+    keeps_initial = not follows_arrival_order(ddp)
+    logged = None if keeps_initial else _logged_buckets(ddp)
+    if logged is None and not keeps_initial:
         return None
     index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
     buckets = _ask_buckets(ddp) or ()
     asked = tuple(tuple(index_of[tensor] for tensor in bucket) for bucket in buckets)
-    if not follows_arrival:
+    if logged is None:
         return asked or None
     # `asked` is numbered by `reducer_parameters`, whose order may be a guess; the log has the
     # Reducer's own numbers.
-    assert logged is not None, "as above"
     if not asked and sorted(itertools.chain(*logged)) != sorted(index_of.values()):
         # The Reducer does not tell whose numbers these are, and some parameters were frozen since.
         return None

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 
 from ddpopt.errors import Reason
 from tests.support.device import DEVICE
-from tests.support.models import MLP, WIDTH
+from tests.support.models import MLP, WIDTH, Broken
 from tests.system.scenarios.scenario import Scenario, Trainer
 
 
@@ -149,18 +149,6 @@ class Complex(nn.Module):
         for weight in self.weights:
             x = x @ weight
         return self.last(x.abs())
-
-
-class Broken(MLP):
-    """A graph break in the middle."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:3]:
-            x = layer(x).relu()
-        torch._dynamo.graph_break()
-        for layer in self.layers[3:]:
-            x = layer(x).relu()
-        return x
 
 
 class SharedAcrossBreak(MLP):
