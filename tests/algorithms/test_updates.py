@@ -156,6 +156,7 @@ def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
                     time.sleep(0.05)
             elif between != "nothing":
                 getattr(handle, between)()
+                time.sleep(0.05)  # rounds of AsyncModelAverage write meanwhile
     assert not lines
     handle.detach()
 

@@ -228,6 +228,40 @@ def test_a_rank_that_reports_is_waited_for_longer_than_the_allowed_silence(
     assert clock.num_ticks == 10
 
 
+@pytest.mark.parametrize("held_up", ["before the store answers", "after it has answered"])
+def test_a_rank_that_is_held_up_while_it_asks_blames_nobody(
+    threads_as_ranks: dist.Store, monkeypatch: pytest.MonkeyPatch, held_up: str
+) -> None:
+    """Rank 1 reports twice in the allowed silence, of which rank 0 is held up twice as long."""
+    clock = _Clock(tick_s=LIMIT_S / 10)
+    get_all = GroupStore.get_all
+    num_asked = 0
+
+    def report() -> None:
+        if clock.num_ticks % 5 == 0:
+            is_done = clock.num_ticks > 100
+            threads_as_ranks.set("work/0/1", "done" if is_done else f"working\n{clock.num_ticks}")
+
+    def get_all_slowly(group_store: GroupStore) -> list[str]:
+        nonlocal num_asked
+        num_asked += 1
+        early_values = get_all(group_store)
+        if num_asked % 3 == 0:
+            for _ in range(20):
+                clock.sleep(0)
+        return get_all(group_store) if held_up == "before the store answers" else early_values
+
+    clock.at_tick = report
+    monkeypatch.setattr(GroupStore, "get_all", get_all_slowly)
+    alone: Any = _Group(0, 2)
+    with (
+        mock.patch.object(store, "time", clock),
+        monitored_block(alone, "work", "working", silence_s=LIMIT_S),
+    ):
+        pass
+    assert clock.num_ticks > 100
+
+
 @pytest.mark.usefixtures("threads_as_ranks")
 def test_an_error_in_a_block_is_one_of_all() -> None:
     """The others name the rank, its phase and its error; a block after a failed one works."""

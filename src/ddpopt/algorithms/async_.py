@@ -270,6 +270,11 @@ class AsyncModelAverageHandle(Handle):
         with self._communicating():
             self._loop.check()
 
+    def settle(self) -> None:
+        super().settle()
+        # Training has not the lock on weights any more, so that rounds write to them.
+        self._updates.forget_baseline()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self.paused():
             super().load_state_dict(state)

@@ -46,7 +46,8 @@ class UpdateWatch:
 
         # ---- Given optimizers whose `step` was replaced ----
         # Given optimizers that have not called a hook yet, with their baseline: the versions of
-        # their parameters when it was last known that nobody had updated them.
+        # their parameters when it was last known that nobody had updated them; empty if there is
+        # none.
         self._silent: dict[torch.optim.Optimizer, list[int]]
         self._silent = {optimizer: [] for optimizer in training.optimizers}
         # The ones among `_silent` whose parameters were written after their baseline.
@@ -64,6 +65,11 @@ class UpdateWatch:
         for optimizer in self._silent:
             self._silent[optimizer] = _torch.versions(self._updated_by(optimizer))
 
+    def forget_baseline(self) -> None:
+        """From here to the next backward an algorithm writes to weights at any time."""
+        for optimizer in self._silent:
+            self._silent[optimizer] = []
+
     def note_written(self) -> None:
         """Note whose weights were written after their baseline.
 
@@ -72,7 +78,7 @@ class UpdateWatch:
         if not self._is_update_expected:
             return
         for optimizer, versions in self._silent.items():
-            if versions != _torch.versions(self._updated_by(optimizer)):
+            if versions and versions != _torch.versions(self._updated_by(optimizer)):
                 self._written.add(optimizer)
 
     def begin_given(self, optimizer: torch.optim.Optimizer) -> None:

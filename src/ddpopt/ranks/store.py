@@ -198,9 +198,13 @@ def _wait_for_all(store: GroupStore) -> None:
     changed = [("", time.monotonic())] * store.size  # each rank's value, and since when
     report_s = time.monotonic() + _REPORT_S
     while True:
-        now_s = time.monotonic()
+        # The store answers at some time between the two, where this process may be held up. So a
+        # rank has been silent for at least as long as from an answer to a later question.
+        asked_s = time.monotonic()
+        values = store.get_all()
+        answered_s = time.monotonic()
         missing: dict[int, str] = {}
-        for rank, value in enumerate(store.get_all()):
+        for rank, value in enumerate(values):
             phase, _, text = value.partition("\n")
             if phase == _FAILED:
                 raise PeerError(
@@ -208,10 +212,10 @@ def _wait_for_all(store: GroupStore) -> None:
                     "its log"
                 )
             if value != changed[rank][0]:
-                changed[rank] = (value, now_s)
+                changed[rank] = (value, answered_s)
             if phase != _DONE:
                 missing[rank] = phase or _ABSENT
-                if now_s - changed[rank][1] > store.limit_s:
+                if asked_s - changed[rank][1] > store.limit_s:
                     raise PeerError(
                         f"{store.title}: rank {rank} has been silent for {store.limit_s:.0f} s "
                         f"(its last report: {missing[rank]}); it has ended, hangs, or did not make "
@@ -220,8 +224,8 @@ def _wait_for_all(store: GroupStore) -> None:
                     )
         if not missing:
             return
-        if now_s > report_s:
-            report_s = now_s + _REPORT_S
+        if asked_s > report_s:
+            report_s = asked_s + _REPORT_S
             if store.rank == min(set(range(store.size)) - missing.keys()):  # one log is enough
                 named = ", ".join(f"rank {rank} ({phase})" for rank, phase in missing.items())
                 _logs.warning("%s: still waiting for %s", store.title, named)
