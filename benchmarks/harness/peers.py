@@ -18,7 +18,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from benchmarks.harness.simplefsdp import Replicated, compile_scheduled
+from benchmarks.harness.finalizing import AdamWByBucket, leave_unfinished
+from benchmarks.harness.simplefsdp import Replicated, compile_by_layer, compile_scheduled
 from ddpopt.algorithms import Algorithm
 
 Compiled = Callable[..., Any]
@@ -184,9 +185,26 @@ _ALL = (
         is_ours=True,
         is_default=False,
     ),
+    Peer(  # from torch 2.15 on
+        "bybucket",
+        "ddpopt, updated by bucket",
+        _cut,
+        leave_unfinished,
+        is_ours=True,
+        is_default=False,
+        optimizer=AdamWByBucket,
+    ),
     Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
     Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fsdp2, has_reducer=False),
     Peer("replicate", "FSDP2's replicate", _compile_layers, _replicated, has_reducer=False),
     Peer("simplefsdp", "SimpleFSDP, replicated", compile_scheduled, Replicated, has_reducer=False),
+    Peer(  # from torch 2.15 on
+        "bylayer",
+        "SimpleFSDP, buckets by layer",
+        compile_by_layer,
+        Replicated,
+        has_reducer=False,
+        is_default=False,
+    ),
 )
 PEERS = {peer.name: peer for peer in _ALL}

@@ -2,7 +2,8 @@
 
 Parameters are DTensors, equal on all ranks. A module that uses one gets its local tensor, whose
 gradient is this rank's part of a mean; so the compiled backward has an allreduce for each use.
-Inductor leaves them there, or, told how fast all is, fills buckets with them and moves those.
+Inductor leaves them there, or, told how fast all is, fills buckets with them and moves those; or
+each layer of the model is a bucket.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +89,91 @@ def compile_scheduled(module: nn.Module, inner: str, options: dict[str, Any]) ->
         options |= {f"{where}.{name}": value for name, value in scheduling.items()}
     compiled: Callable[..., Any] = torch.compile(module, backend=inner, options=options or None)
     return compiled
+
+
+def compile_by_layer(module: Replicated, inner: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile as one graph, in which the allreduces of a layer are one, which the next one hides.
+
+    So torchtitan trains, with the scheduler that it has Inductor run; from torch 2.15 on, which
+    takes allreduces too. Each member of an outermost `ModuleList` is a layer, and what is
+    registered between two lists is one bucket.
+
+    Raises:
+        ValueError: the compiler is another one than Inductor.
+    """
+    if inner != "inductor":
+        raise ValueError(f"the compiler is {inner!r}; only 'inductor' has a scheduler to bucket by")
+    compile_fx: Any = importlib.import_module("torch._inductor.compile_fx")
+    bucket_by_parameter = buckets_by_layer(module.module)
+
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        # Gradients come out of the backward graph as their parameters go into the forward graph.
+        buckets = [bucket_by_parameter[x] for x in inputs if x in bucket_by_parameter]
+        patches = options | {
+            "post_grad_custom_post_pass": functools.partial(_bucket_by_layer, buckets),
+            # As torchtitan sets them, since the order of the graph is to be kept.
+            "allow_buffer_reuse": False,
+            "reorder_for_peak_memory": False,
+            "reorder_for_compute_comm_overlap": False,
+        }
+        return compile_fx.compile_fx(gm, inputs, config_patches=patches)
+
+    compiled: Callable[..., Any] = torch.compile(module, backend=compile_graph)
+    return compiled
+
+
+def buckets_by_layer(module: nn.Module) -> dict[Tensor, str]:
+    """Return the name of each trained parameter's bucket, in the order of registration."""
+    list_names = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    buckets: dict[Tensor, str] = {}
+    num_layers_before = 0
+    layer = ""
+    for name, parameter in module.named_parameters():
+        lists = [list_name for list_name in list_names if name.startswith(f"{list_name}.")]
+        if lists:
+            rest = name.removeprefix(f"{lists[0]}.")  # modules are listed from outside
+            new_layer = f"{lists[0]}.{rest.partition('.')[0]}"
+            num_layers_before += new_layer != layer
+            layer = new_layer
+        if parameter.requires_grad:
+            bucket = layer if lists else f"behind {num_layers_before} layers"
+            buckets[parameter] = bucket.replace(".", "_")  # a dot would be a module's in another
+    return buckets
+
+
+def _bucket_by_layer(buckets: Sequence[str], graph: fx.Graph) -> None:
+    """Merge the allreduces of a backward graph whose gradients have the same bucket, and move them.
+
+    `buckets` has the one of each gradient, in the order in which the graph returns them.
+    """
+    all_reduce = torch.ops._c10d_functional.all_reduce.default
+    if not graph.find_nodes(op="call_function", target=all_reduce):
+        return  # a forward graph
+    (returned,) = graph.output_node().args
+    # Besides gradients, it returns what it was given, and None.
+    gradients = [n for n in returned if isinstance(n, fx.Node) and n.op != "placeholder"]
+    assert len(gradients) == len(buckets), (len(gradients), len(buckets))
+    bucket_of: dict[fx.Node, str] = {}
+    for gradient, bucket in zip(gradients, buckets, strict=True):
+        # A parameter that is used twice has the sum of two means.
+        nodes = [gradient]
+        while nodes:
+            node = nodes.pop()
+            if node.target is all_reduce:
+                bucket_of[node] = bucket
+            else:
+                nodes += node.all_input_nodes
+
+    def find_module(node: fx.Node) -> list[tuple[str, type[nn.Module]]]:
+        return [(bucket_of[node], nn.Module)] if node in bucket_of else []
+
+    scheduling = importlib.import_module("torch._inductor.fx_passes.overlap_manual_scheduling")
+    scheduling.manual_overlap_bucketing(
+        graph.owning_module,
+        module_bucket_plans=list(dict.fromkeys(buckets)),
+        insert_overlap_deps=True,
+        module_stack_fn=find_module,
+    )
 
 
 def _estimate_ms(gbit: float, node: fx.Node, num_bytes: int | None = None) -> float:

@@ -20,11 +20,12 @@ from torch.profiler import profile
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness import cluster  # noqa: E402
+from benchmarks.harness import cluster, simplefsdp  # noqa: E402
 from benchmarks.harness.models import Chain, Model  # noqa: E402
 from benchmarks.harness.peers import find_peer  # noqa: E402
 from benchmarks.harness.teams import Setting, Task  # noqa: E402
 from benchmarks.harness.worker import Worker  # noqa: E402
+from ddpopt._torch.names import installed_release  # noqa: E402
 from tests.support.ranks import Ranks  # noqa: E402
 
 NOT_EMULATED = cluster.why_not_emulated()
@@ -164,6 +165,37 @@ def test_inductor_schedules_allreduces_for_the_rate_that_it_is_told(ranks: Ranks
     for (losses, counted), (expected, _) in zip(trained, plain, strict=True):
         assert 1 <= counted < NUM_PARAMETERS
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.skipif(
+    installed_release() < (2, 15), reason="Inductor merges allreduces by layer since torch 2.15"
+)
+@pytest.mark.nightly
+def test_inductor_makes_one_allreduce_a_layer(ranks: Ranks) -> None:
+    """And losses are those of one for each parameter."""
+    plain = ranks.run(_train_as, "simplefsdp", "aot_eager")
+    trained = ranks.run(_train_as, "bylayer", "inductor")
+    for (losses, counted), (expected, _) in zip(trained, plain, strict=True):
+        assert counted == len(_layers().layers)
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_layer_is_a_member_of_an_outermost_list_of_modules() -> None:
+    """What is registered before, between and behind layers is in buckets of its own."""
+    inner = Chain(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    body = Chain(inner, nn.Linear(1, 1))
+    model = nn.ModuleDict({"first": nn.Embedding(1, 1), "body": body, "last": nn.Linear(1, 1)})
+    model["last"].bias.requires_grad_(False)
+    buckets = simplefsdp.buckets_by_layer(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[parameter]: bucket for parameter, bucket in buckets.items()} == {
+        "first.weight": "behind 0 layers",
+        "body.layers.0.layers.0.weight": "body_layers_0",
+        "body.layers.0.layers.1.weight": "body_layers_0",
+        "body.layers.1.weight": "body_layers_1",
+        "body.layers.1.bias": "body_layers_1",
+        "last.weight": "behind 2 layers",
+    }
 
 
 CONNECTED = """
