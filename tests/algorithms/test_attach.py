@@ -27,6 +27,7 @@ from ddpopt.algorithms import (
     LowPrecisionDecentralized,
     attach,
 )
+from ddpopt.algorithms.attach import _text_of
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError
 from ddpopt.inspection.metrics import source_of
@@ -187,6 +188,33 @@ def _attach_on_nodes_of(rank: int) -> str:
 def test_ranks_with_unequal_local_world_sizes_are_refused(ranks: Ranks) -> None:
     for error in ranks.run(_attach_on_nodes_of):
         assert "ranks on each node is 2 instead of 1" in error
+
+
+def _attach_to_a_part(rank: int) -> list[str]:
+    """DDP has a rank of each node, of two: 0 and 2, or 1 and 3."""
+    groups = [dist.new_group([first, first + 2]) for first in range(2)]
+    group = groups[rank % 2]
+    ddp = DistributedDataParallel(MLP(1), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        error = error_of(lambda: attach(ddp, optimizer, ByteGrad()))
+        handle = attach(ddp, optimizer, ByteGrad(local_world_size=1))  # as the error advises
+    places = str(handle.groups.place)
+    handle.detach()
+    return [error, places]
+
+
+def test_ranks_of_several_nodes_are_no_node(four_ranks: Ranks) -> None:
+    """LOCAL_WORLD_SIZE is not of the group's ranks."""
+    for rank, (error, place) in enumerate(four_ranks.run(_attach_to_a_part)):
+        assert f"ranks {rank % 2}, {rank % 2 + 2} of DDP's process group would count" in error
+        assert "give local_world_size" in error
+        assert place == f"({rank // 2}, 2)"
+
+
+def test_a_setting_that_is_a_tensor_is_compared_without_its_device() -> None:
+    """Each rank has it on its own, as Adam's learning rate where steps are captured."""
+    assert _text_of(torch.tensor(0.5)) == "0.5 of torch.float32"
 
 
 # ---- a parameter in two DDP modules --------------------------------------------------------------

@@ -706,6 +706,48 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint(four_ranks: Ranks) -> None:
         assert counts == others == [4, 4]
 
 
+def _save_in_an_open_step(rank: int) -> bool:
+    """An update was skipped, so that saving ends the step, which has an exchange."""
+    setting = _ring(2, {})
+    assert setting is not None
+    ddp, _, handle = setting
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.add_(rank)
+    ddp(batches(rank, [(8, WIDTH)])[0]).sum().backward()
+    saved = handle.state_dict()
+    is_equal = all(
+        torch.equal(values, copied)
+        for replica, copies in zip(_copies(handle) or (), saved["replicas"], strict=True)
+        for values, copied in zip(replica, copies, strict=True)
+    )
+    assert handle.num_communications == saved["num_communications"] == 1
+    handle.detach()
+    return is_equal
+
+
+def test_what_is_saved_in_an_open_step_is_of_after_it(ranks: Ranks) -> None:
+    assert ranks.run(_save_in_an_open_step) == [True, True]
+
+
+def _average_without_autograd(rank: int) -> torch.Tensor:
+    setting = _ring(2, {})
+    assert setting is not None
+    ddp, optimizer, handle = setting
+    inputs = batches(rank, [(8, WIDTH)] * 2)
+    _step(ddp, optimizer, inputs[0])
+    with torch.inference_mode():
+        handle.average()
+    _step(ddp, optimizer, inputs[1])
+    handle.detach()
+    return flat_weights(ddp)
+
+
+def test_training_goes_on_after_an_average_in_inference_mode(ranks: Ranks) -> None:
+    """What is made in that mode could not be written to in the next step."""
+    assert torch.equal(*ranks.run(_average_without_autograd))
+
+
 def _load_bad(rank: int) -> list[str]:
     setting = _ring(2, {})
     assert setting is not None

@@ -31,6 +31,7 @@ from tests.support.algorithms import (
     attached_mlp,
     flat_weights,
     lose_rank_1,
+    optimizer_for,
 )
 from tests.support.groups import first_ranks
 from tests.support.logs import logged
@@ -372,6 +373,31 @@ def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
         assert errors[3].startswith("TypeError: on rank 0: a state is a dict")
 
 
+def _load_in_an_open_step(rank: int, name: str) -> bool:
+    """After a loss that is NaN a checkpoint is loaded, before the update."""
+    ddp, optimizer, handle = attached_mlp(ALGORITHMS[name])
+    x = batches(rank, [(4, WIDTH)])[0]
+    for _ in range(2):
+        ddp(x).sum().backward()
+        optimizer.step()
+    with handle.paused():
+        weights, state = copy.deepcopy(ddp.state_dict()), handle.state_dict()
+    ddp(x).sum().backward()
+    ddp.load_state_dict(weights)
+    handle.load_state_dict(state)
+    loaded = torch.cat([values.flatten() for values in weights.values()])
+    is_equal = torch.equal(flat_weights(ddp), loaded)
+    handle.detach()
+    return is_equal
+
+
+@pytest.mark.parametrize("name", ["Decentralized", "LowPrecisionDecentralized"])
+def test_a_checkpoint_that_is_loaded_in_an_open_step_is_not_averaged(
+    ranks: Ranks, name: str
+) -> None:
+    assert ranks.run(_load_in_an_open_step, name) == [True, True]
+
+
 def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies and pickles train by themselves, as plain DDP does, and can get an algorithm."""
     ddp, optimizer, handle = attached_mlp()
@@ -610,6 +636,52 @@ def _unfreeze(rank: int) -> torch.Tensor:
 
 def test_a_layer_that_is_unfrozen_later_is_averaged_too(ranks: Ranks) -> None:
     assert torch.equal(*ranks.run(_unfreeze))
+
+
+@pytest.mark.parametrize("name", ["ByteGrad", "QAdam", "Decentralized"])
+def test_a_layer_that_is_unfrozen_before_attach_is_averaged_or_named(
+    one_rank: None, name: str
+) -> None:
+    """DDP does not reduce it, which those that average weights need not."""
+    algorithm, module = ALGORITHMS[name], MLP(2)
+    module.layers[0].weight.requires_grad_(False)
+    ddp = DistributedDataParallel(module)
+    module.layers[0].weight.requires_grad_(True)
+    handle = attach(ddp, optimizer_for(algorithm, ddp.parameters()), algorithm)
+    with logged("warning") as lines:
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+    handle.detach()
+    if name == "Decentralized":
+        assert not lines
+    else:
+        (line,) = lines
+        assert line.startswith("layers.0.weight was unfrozen, and each rank trains its own")
+
+
+class WithEmpty(nn.Module):
+    """Has a parameter without elements, of a type of its own, alone in its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, dtype=torch.float64))
+        self.mlp = MLP(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + self.empty.sum().float()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_parameter_without_elements_is_left_alone(one_rank: None, name: str) -> None:
+    algorithm, ddp = ALGORITHMS[name], DistributedDataParallel(WithEmpty())
+    optimizer = optimizer_for(algorithm, ddp.parameters())
+    handle = attach(ddp, optimizer, algorithm)
+    before = flat_weights(ddp.module.mlp)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    handle.detach()
+    assert not torch.equal(flat_weights(ddp.module.mlp), before)
 
 
 def _unfreeze_unknown(rank: int) -> list[str]:

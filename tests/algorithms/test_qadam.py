@@ -152,6 +152,11 @@ def test_bad_values_of_the_optimizer_are_refused(
 ) -> None:
     with pytest.raises(error, match=names):
         QAdamOptimizer([nn.Parameter(torch.zeros(2))], **options)
+    optimizer = QAdamOptimizer([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(error, match=names):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **options})
+    with pytest.raises(error, match=names):
+        QAdamOptimizer([{"params": [nn.Parameter(torch.zeros(2))], **options}])
 
 
 def test_a_step_through_grad_scaler_is_refused() -> None:
@@ -161,6 +166,25 @@ def test_a_step_through_grad_scaler_is_refused() -> None:
     scaler.scale(model(torch.ones(2, WIDTH)).sum()).backward()
     with pytest.raises(OptionError, match="GradScaler"):
         scaler.step(optimizer)
+
+
+def test_gradients_in_a_pause_are_gradients(one_rank: None) -> None:
+    """After the warm-up too; then training goes on."""
+    ddp = DistributedDataParallel(MLP(1))
+    optimizer = QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+    handle = attach(ddp, optimizer, QAdam(hierarchical=False))
+    x = torch.ones(2, WIDTH)
+    for _ in range(3):
+        _update(ddp, optimizer, x)
+    optimizer.zero_grad()
+    with handle.paused():
+        ddp(x).pow(2).mean().backward()
+    expected = torch.autograd.grad(ddp.module(x).pow(2).mean(), list(ddp.parameters()))
+    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert handle.num_communications == 3
+    _update(ddp, optimizer, x)
+    handle.detach()
 
 
 def test_sparse_gradients_are_refused() -> None:

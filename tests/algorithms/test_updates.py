@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpopt.algorithms import AsyncModelAverage, ByteGrad, attach
-from ddpopt.errors import OptionError
+from ddpopt.errors import AttachError, OptionError
 from tests.support.algorithms import ALGORITHMS, FLAT, attached_mlp
 from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH
@@ -133,6 +133,33 @@ def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, m
     assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
     assert not lines
     handle.detach()
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_only_an_update_outside_of_a_pause_has_to_be_known(
+    one_rank: None, has_backward: bool
+) -> None:
+    """In it there may be a backward, which reduces buckets, or gradients of another kind."""
+    ddp, optimizer, handle = attached_mlp()
+    visitor = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x = torch.ones(2, WIDTH)
+
+    def train() -> None:
+        ddp(x).sum().backward()
+        optimizer.step()
+
+    train()
+    with handle.paused():
+        if has_backward:
+            ddp(x).sum().backward()
+        visitor.step()
+    train()
+    with handle.paused():
+        visitor.step()
+    visitor.step()
+    with pytest.raises(AttachError, match="a SGD that was not given to attach"):
+        ddp(x)
+    handle.detach(average=False)
 
 
 @pytest.mark.parametrize("between", ["paused", "state_dict", "average", "nothing"])

@@ -181,6 +181,8 @@ def test_another_strategy_is_an_error_that_names_it(world_size: int) -> None:
 def test_a_bad_option_is_an_error_before_training() -> None:
     with pytest.raises(OptionError, match="did you mean 'buckets'"):
         DDPOptCallback({"bucket": "auto"})
+    with pytest.raises(OptionError, match="takes one of the two"):
+        DDPOptCallback({"buckets": "auto"}, mode="max-autotune")
 
 
 def test_a_training_that_fails_leaves_the_module_as_it_was(tmp_path: Path) -> None:

@@ -171,3 +171,5 @@ def test_a_trainer_that_compiles_by_itself_is_an_error(monkeypatch: pytest.Monke
 def test_a_bad_option_is_an_error_before_training() -> None:
     with pytest.raises(OptionError, match="did you mean 'buckets'"):
         DDPOptCallback({"bucket": "auto"})
+    with pytest.raises(OptionError, match="takes one of the two"):
+        DDPOptCallback({"buckets": "auto"}, mode="max-autotune")

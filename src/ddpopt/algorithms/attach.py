@@ -14,6 +14,7 @@ from ddpopt import _torch
 from ddpopt.algorithms.algorithm import Algorithm, HandleT, Training
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agree import Fact, communicating, require_equal
+from ddpopt.ranks.store import name_ranks
 from ddpopt.split.state import KEEPING_ALLREDUCE, ddp_of, find_mode
 
 
@@ -90,8 +91,28 @@ def _check(training: Training, algorithm: Any) -> None:
                 f"{parameter.name} is of {tensor.dtype}, which cannot be averaged; freeze it "
                 "before DDP is made, or use a real floating point type"
             )
-    algorithm.ranks_per_node(training.group.size())
+    _check_nodes(training, algorithm)
     algorithm.check(training)
+
+
+def _check_nodes(training: Training, algorithm: Algorithm[Any]) -> None:
+    """Raise OptionError if ranks would count as one node that are of several.
+
+    LOCAL_WORLD_SIZE is of all ranks that were started, of which DDP's group may be a part.
+    """
+    ranks_per_node = algorithm.ranks_per_node(training.group.size())
+    is_given = getattr(algorithm, "local_world_size", None) is not None
+    if ranks_per_node == 1 or is_given:
+        return
+    ranks = dist.get_process_group_ranks(training.group)
+    for first in range(0, len(ranks), ranks_per_node):
+        node = ranks[first : first + ranks_per_node]
+        if len({rank // ranks_per_node for rank in node}) > 1:
+            raise OptionError(
+                f"{name_ranks(node)} of DDP's process group would count as one node, since "
+                f"LOCAL_WORLD_SIZE is {ranks_per_node}, and are of several; give local_world_size, "
+                "the number of that group's ranks on each node, or hierarchical=False"
+            )
 
 
 def _check_is_free(ddp: DistributedDataParallel) -> None:
@@ -184,11 +205,18 @@ def _facts_of(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
             members = [index_of.get(tensor) for tensor in group["params"]]
             facts.append(Fact(f"{where}, parameters", str(members)))
             settings = sorted(group.keys() - {"params"})
-            facts += [Fact(f"{where}, {name}", str(group[name])) for name in settings]
+            facts += [Fact(f"{where}, {name}", _text_of(group[name])) for name in settings]
         for name, tensor in _state_tensors(optimizer).items():
             kind = f"{tensor.dtype} {list(tensor.shape)}"
             facts.append(Fact(f"optimizer {number}, {name}", kind))
     return facts
+
+
+def _text_of(setting: Any) -> str:
+    """A parameter group's setting; of a tensor its values, without this rank's device."""
+    if isinstance(setting, torch.Tensor):
+        return f"{setting.tolist()} of {setting.dtype}"
+    return str(setting)
 
 
 @torch.no_grad()

@@ -75,6 +75,8 @@ def _scale_and_lowest(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class ByteGradHandle(BackgroundHandle):
+    averages_weights = False
+
     def reduce(self, bucket: Bucket) -> GradientFuture:
         return self.run_behind_backward(
             bucket, lambda values: average_in_8_bits(values, self.groups, self.num_steps)
@@ -99,6 +101,8 @@ class ByteGrad(HierarchicalAlgorithm[ByteGradHandle]):
 
 def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
     """Replace flat `values` by their mean, in place, or raise NonFiniteError on all ranks."""
+    if not values.numel():  # a bucket of parameters without elements
+        return
     groups.reduce(values, _average)
     if values[0].isnan():  # then all are, see _average
         raise NonFiniteError(

@@ -221,6 +221,8 @@ class FlatWeights:
         open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._buckets: list[list[torch.Tensor]] = []
         for parameter in parameters:
+            if not parameter.numel():
+                continue  # a tensor of such ones alone would have no range of codes
             kind = (parameter.dtype, parameter.device)
             bucket = open_buckets.get(kind, [])
             is_full = bucket_bytes and sum(p.nbytes for p in (*bucket, parameter)) > bucket_bytes

@@ -167,20 +167,23 @@ class LowPrecisionDecentralizedHandle(Handle):
         the model without that of this handle.
         """
         self.settle()
-        if self.groups.leaders is not None:
+        if self.replicas is not None:
             with communicating("sending the neighbours uncompressed weights"):
                 swapped = [self._swap(values) for values in self.weights.copy()]
-            # Copies, since with one or two ranks a replica would be another one's memory.
-            self.replicas = Replicas(*([t[k].clone() for t in swapped] for k in range(3)))
+            # In place: what is made in torch.inference_mode() could not be written to outside.
+            for index, of_ring in enumerate(swapped):
+                for replica, received in zip(self.replicas, of_ring, strict=True):
+                    replica[index].copy_(received)
 
     def average(self) -> None:
         super().average()
         self.resync()
 
     def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()  # first: it may end a step, whose exchange changes replicas
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
-        return {**super().state_dict(), "place": self.groups.place, "replicas": copies}
+        return {**state, "place": self.groups.place, "replicas": copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

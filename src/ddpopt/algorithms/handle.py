@@ -56,6 +56,8 @@ class Handle:
     # Made by `set_up` before __init__ runs. __init__ makes no collective call, so that it may fail
     # on one rank without others waiting for it.
     groups: Groups
+    # Whether it averages weights, so that a parameter which DDP does not reduce may be trained.
+    averages_weights = True
 
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         self.algorithm, self.training = algorithm, training
@@ -92,10 +94,13 @@ class Handle:
         They were frozen when DDP was made; DDP was told to ignore others.
         """
         ddp = self.training.ddp
+        known = self.training.parameters
+        if not self.averages_weights:
+            known = _torch.reducer_parameters(ddp)
         return {
             name: parameter
             for name, parameter in ddp.module.named_parameters()
-            if parameter not in self.training.parameters and name not in ddp.parameters_to_ignore
+            if parameter not in known and name not in ddp.parameters_to_ignore
         }
 
     # ---- Beginning and end -------------------------------------------------------------------
@@ -258,7 +263,7 @@ class Handle:
         """
         self.settle()
         if not self._num_pauses:
-            self._updates.note_written()
+            self._updates.begin_pause()
             self.begin_pause()
         self._num_pauses += 1
         try:
@@ -267,7 +272,7 @@ class Handle:
             self._num_pauses -= 1
             if not self._num_pauses and self._is_attached:
                 self.end_pause()
-                self._updates.take_baseline()  # what was written in a pause is no update
+                self._updates.end_pause()
 
     def average(self) -> None:
         """Give all ranks the mean of their weights, as after the last step. Collective."""
@@ -316,7 +321,13 @@ class Handle:
             OptionError, TypeError: a state is malformed, or not of an algorithm like this one.
             AttachError: the ranks' states are not of the same step.
         """
-        self.settle()
+        self.check_attached()
+        if self._is_open:
+            # What a step communicates when it ends must not move weights that were just loaded.
+            loaded = self.weights.copy()
+            self.settle()
+            self.weights.assign(loaded)
+            self._updates.take_baseline()
         require_equal(
             self.training.ddp,
             lambda: self.check_state(state),

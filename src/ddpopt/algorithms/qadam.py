@@ -49,13 +49,6 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check_count("warmup_steps", warmup_steps, 1)
-        # `lr` may be a tensor, as Adam's may.
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise OptionError(f"{name} is {value}; it must be 0 or more")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
         # Parameters whose `grad` is their momentum, which `step` has not used yet.
         self._with_momentum: set[torch.Tensor] = set()
         defaults = {
@@ -65,7 +58,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        _check_settings(defaults)
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with settings of their own; raises as the constructor does."""
+        _check_settings({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -178,13 +177,29 @@ class QAdamOptimizer(torch.optim.Optimizer):
         )
 
 
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Raise unless a parameter group may have these settings."""
+    check_count("warmup_steps", settings["warmup_steps"], 1)
+    # `lr` may be a tensor, as Adam's may.
+    for name in ("lr", "eps", "weight_decay"):
+        if not settings[name] >= 0:
+            raise OptionError(f"{name} is {settings[name]}; it must be 0 or more")
+    betas = settings["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise OptionError(f"betas is {betas}; give two numbers of at least 0 and below 1")
+
+
 class QAdamHandle(BackgroundHandle):
+    averages_weights = False
+
     def __init__(self, training: Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
         # Parameters that were warm when the step began, with their optimizer and its group.
         self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
+        if self._num_pauses:  # no update follows that would use momenta
+            return self.groups.ddp.mean_bucket(bucket)
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             if parameter in self._warm:

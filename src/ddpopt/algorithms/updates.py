@@ -34,6 +34,8 @@ class UpdateWatch:
         self._training = training
         # A backward outside of `paused` has begun to reduce gradients since the last forward.
         self._is_update_expected = False
+        # The same of before `paused`, in which updates are the user's own affair.
+        self._was_expected_before_pause = False
 
         # ---- Optimizers that were not given ----
         # How many updates of given optimizers have begun, and how many of these have not ended.
@@ -69,6 +71,15 @@ class UpdateWatch:
         """From here to the next backward an algorithm writes to weights at any time."""
         for optimizer in self._silent:
             self._silent[optimizer] = []
+
+    def begin_pause(self) -> None:
+        self.note_written()
+        self._was_expected_before_pause = self._is_update_expected
+        self._is_update_expected = False
+
+    def end_pause(self) -> None:
+        self._is_update_expected = self._was_expected_before_pause
+        self.take_baseline()
 
     def note_written(self) -> None:
         """Note whose weights were written after their baseline.

@@ -12,6 +12,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs
+from ddpopt.errors import OptionError
 from ddpopt.inspection.explain import explain
 from ddpopt.inspection.explanation import Explanation
 from ddpopt.inspection.metrics import metrics
@@ -34,7 +35,13 @@ class Reporter:
         explanation: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        resolve_options(mode, options)  # raises now what compiling would raise later
+        # Raise now what compiling would raise later.
+        if mode is not None and options is not None:
+            raise OptionError(
+                f"mode is {mode!r} and options are {dict(options)}; torch.compile takes one of the "
+                "two"
+            )
+        resolve_options(mode, options)
         self._compile_args: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}
         self._path = None if explanation is None else os.fspath(explanation)
         self.explanation: Explanation | None = None
