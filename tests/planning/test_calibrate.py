@@ -27,6 +27,23 @@ def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
     assert 0 <= first.launch_s < 1
 
 
+def test_sizes_are_of_float32_whatever_the_default_dtype_is(one_rank: None) -> None:
+    sizes = []
+
+    def note(values: torch.Tensor, *_args: object, **_options: object) -> None:
+        sizes.append(values.nbytes)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mock.patch.object(dist, "all_reduce", note):
+            bench = calibrate._Bench(None, torch.device("cpu"))
+            bench.time_allreduce(4096)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert 4096 in sizes
+    assert bench._matrix.dtype == torch.float32
+
+
 def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
     with pytest.raises(ddpopt.errors.PlanError, match="one rank"):
         ddpopt.calibrate()

@@ -338,6 +338,22 @@ def test_planning_leaves_gradients_buffers_and_randomness_as_they_were(one_rank:
         assert torch.equal(value, before[name]), name
 
 
+def test_a_model_whose_reducer_would_take_notes_is_not_measured(one_rank: None) -> None:
+    """It would take what the measurement uses for used in the next step."""
+    ddp: Any = DistributedDataParallel(Noisy(), find_unused_parameters=True)
+    module, x = ddp.module, torch.randn(4, 8)
+
+    def plan(model: nn.Module) -> ddpopt.BucketPlan:
+        return ddpopt.plan(model, x, network=SLOW, world_size=2, backend=None)
+
+    with pytest.raises(ddpopt.errors.PlanError, match=r"copy\.deepcopy"):
+        plan(module)
+    assert plan(copy.deepcopy(module)).profile.gradients
+    ddp.circle = ddp  # which the garbage collector has to find
+    del ddp
+    assert plan(module).profile.gradients
+
+
 def test_a_model_without_memory_is_planned_from_its_graph() -> None:
     with torch.device("meta"):
         module = MLP(depth=8, width=4096)

@@ -144,10 +144,27 @@ def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
         assert re.search(message, text), text
 
 
-def _backward_from_before(rank: int) -> None:
+def _read_on_one_rank(rank: int, path: str) -> str:
+    ddp = DistributedDataParallel(MLP())
+    if rank == 0:
+        plan_of(ddp.module, SIZES_OF_MLP).save(path)
+    error = error_of(lambda: ddpopt.rebucket(ddp, path if rank == 0 else f"{path}.old"))
+    train(ddp, batches(rank, [(4, 64)] * 2))
+    return error
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.run(_read_on_one_rank, str(tmp_path / "plan.json")):
+        assert error.startswith("PlanError: buckets stay as they are: on rank 1: FileNotFoundError")
+
+
+def _backward_from_before(rank: int, is_evaluated: bool) -> None:
     ddp = DistributedDataParallel(MLP())
     loss = ddp(batches(rank, [(4, 64)])[0]).sum()
     ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    if is_evaluated:
+        with torch.no_grad():
+            ddp(batches(rank, [(4, 64)])[0])
     with pytest.raises(ddpopt.errors.PlanError, match=r"a forward from before ddpopt\.rebucket"):
         loss.backward()
     with ddp.no_sync():
@@ -158,8 +175,37 @@ def _backward_from_before(rank: int) -> None:
     assert torch.equal(*gathered)
 
 
-def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(ranks: Ranks) -> None:
-    ranks.run(_backward_from_before)
+@pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "after an evaluation"])
+def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(
+    ranks: Ranks, is_evaluated: bool
+) -> None:
+    ranks.run(_backward_from_before, is_evaluated)
+
+
+def _begin_static(rank: int) -> list[str]:
+    """The first forwards after rebucket; that of an evaluation changes nothing."""
+    ddp = DistributedDataParallel(MLP(), static_graph=True)
+    x = batches(rank, [(4, 64)])[0]
+    train(ddp, [x] * 2)
+    ddp.zero_grad()
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    with torch.no_grad():
+        ddp(x)
+    errors = []
+    with ddp.no_sync():
+        errors.append(error_of(lambda: ddp(x)))
+    ddp.requires_grad_(False)
+    errors.append(error_of(lambda: ddp(x)))
+    ddp.requires_grad_(True)
+    train(ddp, [x] * 3)
+    return errors
+
+
+def test_a_static_graph_begins_with_a_backward_that_has_all_gradients(ranks: Ranks) -> None:
+    """DDP learns in it which to expect, and would raise something else later."""
+    for errors in ranks.run(_begin_static):
+        assert all("with static_graph=True the first forward" in error for error in errors)
+        assert len(errors) == 2
 
 
 def _pass_by(rank: int) -> None:

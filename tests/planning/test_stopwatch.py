@@ -8,6 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ddpopt import _torch
+from ddpopt.errors import TorchDriftError
 from ddpopt.planning import stopwatch
 from ddpopt.steps import clock as clocks
 from tests.support.models import MLP, WIDTH
@@ -44,6 +46,16 @@ def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: No
     assert (measured.forward_s, measured.backward_s, measured.between_s) == (1, 2, 4)
     assert set(measured.ready_s) == {2}
     assert measured.iteration_s == 7
+
+
+def test_a_name_that_torch_has_moved_is_a_problem_and_no_error(one_rank: None) -> None:
+    """The other ranks wait for what this one has measured."""
+    ddp = DistributedDataParallel(MLP(2))
+    watch = stopwatch.Stopwatch(ddp, num_untimed=1)
+    error = TorchDriftError("moved")
+    with mock.patch.object(_torch, "final_buckets", side_effect=error):
+        assert watch.measured() == stopwatch.Measured(problem="moved")
+    watch.stop()
 
 
 def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank: None) -> None:

@@ -12,6 +12,7 @@ import datetime
 import inspect
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from ddpopt.steps import clock as clocks
 from tests.support.buckets import real_buckets
 from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.plans import plan_of
 from tests.support.ranks import Ranks
 
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
@@ -567,6 +569,59 @@ def _train_in_part(rank: int) -> str:
 def test_parameters_that_no_step_uses_are_named(ranks: Ranks) -> None:
     for outcome in ranks.run(_train_in_part):
         assert "layers.0.weight, layers.0.bias had no gradient in 5 of 5" in outcome
+
+
+def _train_critic(rank: int, source: str) -> str:
+    """A step of the critic, then one of its generator, in which the critic is frozen."""
+    critic, generator = MLP(2), MLP(1)
+    if rank == 0:
+        plan_of(critic, (2, 2)).save(source)
+    dist.barrier()
+    models = [DistributedDataParallel(copy.deepcopy(critic), static_graph=True) for _ in range(2)]
+    options = {"inner": "aot_eager", "split": "backward", "buckets": source}
+    calls: list[Any] = [torch.compile(models[0], backend="ddpopt", options=options), models[1]]
+    for x in batches(rank, [(4, 64)] * 5):
+        for ddp, call in zip(models, calls, strict=True):
+            ddp.requires_grad_(True)
+            ddp.zero_grad()
+            call(x).square().sum().backward()
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.01)
+            ddp.requires_grad_(False)
+            call(generator(x)).sum().backward()
+    for trained, expected in zip(*(ddp.parameters() for ddp in models), strict=True):
+        torch.testing.assert_close(trained, expected)
+    return tuning.find_tuner(models[0]).outcome
+
+
+def test_a_static_graph_gets_new_buckets_where_it_is_trained(ranks: Ranks, tmp_path: Path) -> None:
+    """DDP would learn from a backward in which all are frozen to expect no gradient."""
+    for outcome in ranks.run(_train_critic, str(tmp_path / "plan.json")):
+        assert outcome.startswith("buckets are those of")
+
+
+def _train_with_two_sources(rank: int, source: str) -> int:
+    """After a reset other buckets are asked for while the search is on."""
+    ddp = DistributedDataParallel(MLP(2))
+    path = f"{source}.{rank}.json"
+    plan_of(ddp.module, (2, 2)).save(path)
+    for buckets in ("auto", path):
+        torch._dynamo.reset()
+        options = {"inner": "aot_eager", "split": "backward", "buckets": buckets}
+        train(
+            ddp,
+            batches(rank, [(4, 64)] * 2),
+            torch.compile(ddp, backend="ddpopt", options=options),
+        )
+        if buckets == "auto":
+            first = tuning.find_tuner(ddp)
+    assert first is not tuning.find_tuner(ddp)
+    return len(first._stopwatch._nodes)
+
+
+def test_a_search_that_another_one_replaces_leaves_no_hooks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_train_with_two_sources, str(tmp_path / "plan.json")) == [0, 0]
 
 
 def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:

@@ -57,6 +57,17 @@ def test_a_backward_that_reduces_nothing_gives_no_number(one_rank: None) -> None
     assert number_of(ddp) > 0
 
 
+def test_a_forward_whose_parameters_are_frozen_is_not_the_first(one_rank: None) -> None:
+    """A critic's is, where its generator is trained first."""
+    critic, generator = _ddp(), _ddp()
+    critic.requires_grad_(False)
+    critic(generator(X)).sum().backward()
+    assert number_of(critic) == 0 < number_of(generator)
+    critic.requires_grad_(True)
+    _run(critic)
+    assert number_of(critic) == number_of(generator) + 1
+
+
 def test_a_copy_gets_a_number_of_its_own(one_rank: None) -> None:
     ddp = _ddp()
     _run(ddp)

@@ -211,6 +211,11 @@ def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Par
     return _describe(_name(ddp, _required_tensors(ddp)))
 
 
+def trains_any(ddp: DistributedDataParallel) -> bool:
+    """Whether a parameter that the Reducer reduces requires a gradient now."""
+    return any(tensor.requires_grad for tensor in reducer_parameters(ddp))
+
+
 def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """The parameters of both kinds, in the module's order; those that left it come last."""
     wanted = dict.fromkeys([*reducer_parameters(ddp), *_required_tensors(ddp)])
@@ -648,8 +653,17 @@ def replace_reducer(
     _drop_reducer(ddp)
     # DDP reverses the buckets that it is given.
     assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
-    with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
-        make_reducer(ddp, list(reduced), list(reduced.values()))
+    try:
+        with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
+            make_reducer(ddp, list(reduced), list(reduced.values()))
+    except Exception as error:
+        # No memory for the buckets, for one. Other ranks have the new ones, so that this one cannot
+        # go back.
+        error.add_note(
+            "ddpopt was giving this DistributedDataParallel new buckets, and it has none now: do "
+            "not go on, and start all ranks again"
+        )
+        raise
     names.COMM_HOOKS.set([], ddp)
     for hook, state in hooks:
         ddp.register_comm_hook(state, hook)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import statistics
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpopt import _torch
 from ddpopt._text import count, format_ms, shorten, write_text
 from ddpopt._values import POSITIVE_WHOLE, check_number
 from ddpopt.errors import PlanError
@@ -229,7 +231,8 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         loss: Computes a scalar from the model's output; the default is as in `estimate`.
 
     Raises:
-        PlanError: the model cannot be traced, or `world_size` is missing or below 1.
+        PlanError: the model cannot be traced, is in a DistributedDataParallel that looks for unused
+            parameters, or `world_size` is missing or below 1.
     """
     if world_size is None:
         if not dist.is_initialized():
@@ -244,6 +247,18 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     return plan_buckets(profile, cost, world_size)
 
 
+def _is_watched(model: nn.Module) -> bool:
+    """Whether a backward of this model leaves notes in a Reducer that looks for unused parameters.
+
+    It notes what any backward uses, also one that went past DDP, until it next reduces.
+    """
+    own = set(model.parameters())
+    return any(
+        not _torch.follows_arrival_order(ddp) and not own.isdisjoint(ddp.module.parameters())
+        for ddp in _torch.live_ddp_modules()
+    )
+
+
 def _measure(
     model: nn.Module,
     example_inputs: Any,
@@ -251,6 +266,14 @@ def _measure(
     loss: LossFn | None,
 ) -> tuple[float, float]:
     """The median times of forward and backward, without the first step, which compiles."""
+    if _is_watched(model):
+        gc.collect()  # that DDP module may only wait for it
+        if _is_watched(model):
+            raise PlanError(
+                "this model is in a DistributedDataParallel that looks for unused parameters, and "
+                "would take those of the measurement for used ones; make the plan before it, or of "
+                "a copy (copy.deepcopy(ddp.module))"
+            )
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}

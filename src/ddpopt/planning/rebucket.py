@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -46,25 +46,30 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
     `backend="ddpopt"` are compiled again in that forward.
 
     Raises:
-        PlanError: on all ranks, if on any of them the plan does not fit the model, plans differ,
-            a backward is running, gradients wait to be reduced or lie in DDP's buckets, or DDP or
-            its comm hook is of a kind whose Reducer cannot be replaced.
+        PlanError: on all ranks, if on any of them the plan's file cannot be read, the plan does not
+            fit the model, plans differ, a backward is running, gradients wait to be reduced or lie
+            in DDP's buckets, or DDP or its comm hook is of a kind whose Reducer cannot be replaced.
         PeerError: a rank did not make this call.
-        TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
-        OSError: the plan's file cannot be read.
+        TypeError: on all ranks, `plan` is no plan; or there is no DistributedDataParallel at the
+            top of `model`.
     """
     ddp = state.ddp_of(model)
+    agreed = agree(ddp, lambda: _read(plan), lambda: _find_noted(ddp))
+    apply(ddp, agreed)
+    state.get(ddp).take_new_limits()
+    _forbid_backward(ddp)
+
+
+def _read(plan: object) -> BucketPlan:
+    """A plan, or the one in a file."""
     if isinstance(plan, str | os.PathLike):
-        plan = BucketPlan.load(Path(plan))
+        return BucketPlan.load(Path(plan))
     if not isinstance(plan, BucketPlan):
         raise TypeError(
             "rebucket takes a BucketPlan or the path of a saved one; this is a "
             f"{type(plan).__name__}"
         )
-    agree(ddp, plan, _find_noted(ddp))
-    apply(ddp, plan)
-    state.get(ddp).take_new_limits()
-    _forbid_backward(ddp)
+    return plan
 
 
 def _find_noted(ddp: DistributedDataParallel) -> str:
@@ -221,18 +226,26 @@ def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     return ""
 
 
-def agree(ddp: DistributedDataParallel, plan: BucketPlan, problem: str = "") -> None:
-    """Raise on all ranks unless all can apply the same plan. Collective.
+def agree(
+    ddp: DistributedDataParallel,
+    get_plan: Callable[[], BucketPlan],
+    find_problem: Callable[[], str] = lambda: "",
+) -> BucketPlan:
+    """Return this rank's plan, or raise on all ranks unless all can apply the same. Collective.
 
-    `problem` is one that the caller has found on this rank.
+    What `get_plan` raises on one rank, all raise; `find_problem` says what else speaks against it.
 
     Raises:
         PlanError: the first problem, or the ranks that differ from the first one.
         PeerError: a rank did not make this call.
     """
+    plans = []
 
     def check_and_describe() -> list[Fact]:
-        obstacle = find_obstacle(ddp) or find_pending(ddp) or problem or find_misfit(ddp, plan)
+        plan = get_plan()
+        plans.append(plan)
+        pending = find_obstacle(ddp) or find_pending(ddp) or find_problem()
+        obstacle = pending or find_misfit(ddp, plan)
         if obstacle:
             raise PlanError(obstacle)
         return [Fact("the plan", plan.hash)]
@@ -244,6 +257,7 @@ def agree(ddp: DistributedDataParallel, plan: BucketPlan, problem: str = "") -> 
         "make the plan on one rank and broadcast its to_json()",
         title="buckets stay as they are: ",
     )
+    return plans[0]
 
 
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
@@ -319,11 +333,13 @@ class _Permission(Subscriber):
 
 
 def _begin_forward(ddp: DistributedDataParallel) -> None:
-    if ddp.static_graph and torch.is_grad_enabled() and not will_communicate(ddp):
+    if not torch.is_grad_enabled():
+        return  # an evaluation, after which a backward from before is still to be refused
+    if ddp.static_graph and not (will_communicate(ddp) and _torch.trains_any(ddp)):
         raise PlanError(
-            "with static_graph=True the first forward after ddpopt.rebucket cannot be under "
-            "no_sync: DDP learns in its backward which gradients to expect; run one step without "
-            "no_sync first"
+            "with static_graph=True the first forward after ddpopt.rebucket can neither be under "
+            "no_sync nor with all parameters frozen: DDP learns in its backward which gradients "
+            "to expect; run one step first that has all of them"
         )
     _allow_backward(ddp)
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._text import shorten
+from ddpopt.errors import TorchDriftError
 from ddpopt.split import state
 from ddpopt.steps.clock import Clock, device_of
 from ddpopt.steps.numbers import number_of
@@ -66,11 +67,18 @@ class Stopwatch(StepTimer):
             _num_measured[ddp] = _num_measured.get(ddp, 0) + 1
             self.key = f"ddpopt/buckets/{digest}/{number_of(ddp)}/{_num_measured[ddp]}"
 
+    def finish(self) -> None:
+        """Return when the device has run all that was queued."""
+        self._clock.finish()
+
     def measured(self) -> Measured:
         """The medians over the complete steps."""
         ddp = self._ddp()
         assert ddp is not None
-        buckets = state.get(ddp).buckets or _torch.final_buckets(ddp)
+        try:
+            buckets = state.get(ddp).buckets or _torch.final_buckets(ddp)
+        except TorchDriftError as error:  # the other ranks wait to be told
+            return Measured(problem=str(error))
         if not buckets:
             return Measured(problem="DDP did not tell its buckets")
         arrival = list(itertools.chain.from_iterable(buckets))

@@ -90,6 +90,8 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
         return
     tuner = _tuners.get(ddp)
     if tuner is None or tuner.source != buckets:
+        if tuner is not None:
+            tuner.stop_measuring()
         tuner = _Tuner(ddp, buckets)
         _tuners.set(ddp, tuner)
         subscribe(ddp, tuner, Turn.CHANGES)
@@ -189,6 +191,11 @@ class _Tuner(Subscriber):
         """The result so far, and how far the present stage is."""
         return "\n".join(filter(None, [self._outcome, self._describe_progress()]))
 
+    def stop_measuring(self) -> None:
+        """Let go of autograd's nodes, where another tuner takes this one's place."""
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
+
     def prepare_cuts(self, ddp: DistributedDataParallel, *, is_provisional: bool) -> None:
         """Make graphs be cut for any buckets during a search, or for the given ones to come."""
         if self._stage is _SEARCH:
@@ -224,8 +231,12 @@ class _Tuner(Subscriber):
             # They meet before the first forward with gradients, also one under no_sync: a new
             # Reducer would know nothing of what that accumulates. A new Reducer with a static graph
             # needs a first backward that reduces gradients, or DDP raises; so it waits for one.
-            is_accumulating = torch.is_grad_enabled() and not ddp.static_graph
-            if is_communicating or is_accumulating:
+            # Where all parameters are frozen, as a critic's are in its generator's step, none does.
+            if ddp.static_graph:
+                is_time = is_communicating and _torch.trains_any(ddp)
+            else:
+                is_time = torch.is_grad_enabled()
+            if is_time:
                 self._meet(ddp, stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
@@ -285,6 +296,9 @@ class _Tuner(Subscriber):
         if not obstacle:
             obstacle = _UNREDUCED if stopwatch.has_unreduced else rebucket.find_pending(ddp)
             is_for_now = bool(obstacle)
+        # On an accelerator nobody has waited for the last allreduce: this rank may be a step ahead
+        # of ranks that have not announced themselves.
+        stopwatch.finish()
         refusal = self._meeting.decide(obstacle, is_for_now=is_for_now)
         if refusal is None:
             self._end_stage(ddp, stopwatch)
@@ -315,9 +329,10 @@ class _Tuner(Subscriber):
 
     def _take_given(self, ddp: DistributedDataParallel) -> None:
         """Apply the plan of the file."""
-        assert self.best is not None, "the file was read when the tuner was made"
-        rebucket.agree(ddp, self.best)
-        rebucket.apply(ddp, self.best)
+        best = self.best
+        assert best is not None, "the file was read when the tuner was made"
+        rebucket.agree(ddp, lambda: best)
+        rebucket.apply(ddp, best)
         _begin_forward(ddp)
         if state.get(ddp).is_recut:  # otherwise compiled code was already cut for these buckets
             state.get(ddp).take_new_limits()
@@ -333,18 +348,18 @@ class _Tuner(Subscriber):
             lambda: decide(ddp, measured_by_rank, cost),
             lambda error: Decision(f"{STAY}: planning raised {error!r}"),
         )
-        self.best = BucketPlan.from_json(decision.plan) if decision.plan else None
-        if self.best is None or not decision.is_better:
+        self.best = best = BucketPlan.from_json(decision.plan) if decision.plan else None
+        if best is None or not decision.is_better:
             self._report(ddp, decision.text)
             return
         try:
-            rebucket.agree(ddp, self.best)
+            rebucket.agree(ddp, lambda: best)
         except PlanError as error:
             self._keep_buckets(ddp, str(error))
             return
         self._report(ddp, decision.text)
         self._change = _Change(measured_by_rank, _torch.reducer_caps(ddp), decision.gain)
-        rebucket.apply(ddp, self.best)
+        rebucket.apply(ddp, best)
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
@@ -377,7 +392,7 @@ class _Tuner(Subscriber):
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
         """End without what this stage was for."""
-        self._stage = None
+        self._stage = self._change = None
         if stage is _COMPARISON:  # the buckets have changed, and stay that way
             news = f"what came of it is not known: {problem}"
             self._note(news)

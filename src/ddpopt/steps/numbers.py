@@ -56,14 +56,15 @@ class _Numbering(Subscriber):
         """Watch for the first gradient from here on, at the first forward that communicates."""
         if not will_communicate(ddp):
             return
+        if isinstance(ddp.process_group, dist.ProcessGroup):
+            # If this torch lacks a name, no search begins either.
+            with contextlib.suppress(TorchDriftError):
+                if not _torch.trains_any(ddp):
+                    return  # frozen, as a critic in its generator's step: it has a later backward
+                for tensor in _torch.reducer_parameters(ddp):
+                    if tensor.requires_grad:
+                        self._nodes.append(_torch.accumulate_node(tensor))
         unsubscribe(ddp, _Numbering)
-        if not isinstance(ddp.process_group, dist.ProcessGroup):
-            return
-        # If this torch lacks the name, no search begins either.
-        with contextlib.suppress(TorchDriftError):
-            for tensor in _torch.reducer_parameters(ddp):
-                if tensor.requires_grad:
-                    self._nodes.append(_torch.accumulate_node(tensor))
         number = functools.partial(self._number, weakref.ref(ddp))
         self._hooks = [node.register_prehook(number) for node in self._nodes]
 
