@@ -31,6 +31,16 @@ def _section(index: int, start: int, stop: int) -> Section:
     return Section(index=index, start=start, stop=stop, first_node="", parameters=(), completes=())
 
 
+def test_a_copy_has_the_hooks_on_saved_tensors() -> None:
+    """AOTAutograd's cache tells graphs by them, and no node refers to them."""
+    pack, unpack = (torch.fx.symbolic_trace(f) for f in (lambda x: x + 1, lambda x: x - 1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        capture = _capture(MLP(1), torch.ones(2, 64))
+    hooks = {n: m for n, m in capture.gm.named_children() if n.startswith("saved_tensors_hooks")}
+    assert len(hooks) == 2
+    assert hooks.items() <= dict(copy_for_cutting(capture.gm).named_children()).items()
+
+
 def _capture(module: nn.Module, *inputs: torch.Tensor, **options: Any) -> Capture:
     torch._dynamo.reset()
     capture = Capture()

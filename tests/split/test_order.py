@@ -33,6 +33,9 @@ CAP = {"bucket_cap_mb": 0.0005, "broadcast_buffers": False}  # each layer has a 
 class Layers(nn.Module):
     """Layers, each with a buffer of one number and one of a vector."""
 
+    trains_input = False
+    given: torch.Tensor  # the input of the last step, which a hook may write
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))
@@ -81,6 +84,28 @@ class Shifts(Layers):
         return torch.relu(layer(x) + self.vectors(k)) * torch.sigmoid(x + self.vectors(k))
 
 
+class ShiftsSparsely(Shifts):
+    """As `Shifts`, with every second element of a tensor, of which no copy has the strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for k in range(4):
+            setattr(self, f"vector{k}", torch.linspace(0.5, 1.5, 2 * SIZE)[::2])
+
+
+class ShiftsInput(Layers):
+    """Eager saves what comes of the sum, not the input, which a compiled graph may read anew."""
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return layer(torch.relu(x + self.vectors(k)) * torch.sigmoid(x + self.vectors(k)))
+
+
+class ShiftsTrained(ShiftsInput):
+    """Its input gets a gradient too."""
+
+    trains_input = True
+
+
 class Checkpointed(Layers):
     """Each layer but the last is made again in backward; it reads a buffer beside a parameter."""
 
@@ -121,6 +146,10 @@ def _halve_all_vectors(model: Layers) -> None:
     model.layers[3].weight.register_hook(functools.partial(_halve, model, names))
 
 
+def _halve_input(model: Layers) -> None:
+    model.layers[3].weight.register_hook(functools.partial(_halve, model, ("given",)))
+
+
 ONLY_FORWARD_READS = "a hook writes a buffer that only forward has read"
 CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a tensor hook reads what backward notes": (Layers, _divide_by_note),
@@ -128,8 +157,16 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook reads a note of its own gradient": (NotesOwnSize, _divide_by_note),
     "a hook writes a buffer that backward has read": (TiedAndScaled, _halve_vectors),
     ONLY_FORWARD_READS: (Shifts, _halve_all_vectors),
+    "a hook writes a strided buffer that only forward has read": (
+        ShiftsSparsely,
+        _halve_all_vectors,
+    ),
+    "a hook writes an input that only forward has read": (ShiftsInput, _halve_input),
+    "a hook writes a trained input that only forward has read": (ShiftsTrained, _halve_input),
     "a call that is made again reads a parameter and a buffer": (Checkpointed, lambda model: None),
 }
+# Of these, autograd refuses the backward where sections are graphs of their own.
+WRITES_WHAT_FORWARD_READ = {name for name in CASES if "buffer that only forward" in name}
 
 
 def _train(ddp: DistributedDataParallel, model: Any) -> dict[str, torch.Tensor]:
@@ -138,6 +175,8 @@ def _train(ddp: DistributedDataParallel, model: Any) -> dict[str, torch.Tensor]:
     for step in range(3):
         optimizer.zero_grad()
         inputs = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(step))
+        inputs.requires_grad_(ddp.module.trains_input)
+        ddp.module.given = inputs
         model(inputs).square().mean().backward()
         for name, parameter in ddp.module.named_parameters():
             if parameter.grad is not None:
@@ -170,7 +209,7 @@ def test_hooks_find_what_they_find_in_eager(one_rank: None, name: str, split: st
     The sections of a forward are graphs of their own, as after graph breaks: autograd refuses to go
     on where one is to read anew what was written since.
     """
-    refuses = name == ONLY_FORWARD_READS and split == "forward"
+    refuses = name in WRITES_WHAT_FORWARD_READ and split == "forward"
     error = pytest.raises(RuntimeError, match="modified by an inplace operation")
     with error if refuses else contextlib.nullcontext():
         _check(name, split, "aot_eager")
@@ -181,6 +220,27 @@ def test_hooks_find_what_they_find_in_eager(one_rank: None, name: str, split: st
 def test_hooks_find_what_they_find_in_eager_with_inductor(one_rank: None, name: str) -> None:
     """Inductor's graphs are decomposed, and recompute what is cheap."""
     _check(name, "auto", "inductor")
+
+
+def test_frozen_parameters_have_no_snapshots(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that is fine-tuned in a few adapters, that would be a second model in memory."""
+    copied: set[int] = set()
+
+    def choose(*arguments: Any) -> BackwardSections:
+        chosen = choose_backward_sections(*arguments)
+        copied.update(*chosen.late_forward_reads.values())
+        return chosen
+
+    monkeypatch.setattr(compiler, "choose_backward_sections", choose)
+    model = Checkpointed()
+    for layer in model.layers:
+        layer.weight.requires_grad_(False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, broadcast_buffers=False)
+    _train(ddp, _compile(ddp, "auto"))
+    assert len(only_cut(ddp).sections) >= 3
+    assert 1 <= len(copied) <= 4  # the buffers that sections after the first read, and the input
 
 
 def test_a_cut_without_snapshots_is_not_accepted(

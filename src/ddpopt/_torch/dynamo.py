@@ -319,6 +319,10 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
     finds out which inputs are parameters. New placeholders get the source None.
     """
     target.meta = dict(source.meta)
+    # No node refers to hooks on saved tensors. AOTAutograd's cache tells graphs by them.
+    for name, hook in source.named_children():
+        if name.startswith(names.SAVED_TENSORS_HOOKS.text):
+            setattr(target, name, hook)
     for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
         if row.is_in(source):
             row.mark(target, row.get(source))

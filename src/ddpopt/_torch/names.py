@@ -469,6 +469,13 @@ EXAMPLE_VALUE = PrivateText(
 COMPILE_ID = PrivateText(
     _GRAPH_META, "dynamo_compile_id", Need.SPLIT, _IS_DRIFT + "all graphs would have one name"
 )
+SAVED_TENSORS_HOOKS = PrivateText(
+    "attribute of Dynamo's graph",
+    "saved_tensors_hooks_",
+    Need.SPLIT,
+    # LIMIT: without such hooks the attributes are not there either, so nobody notices.
+    "AOTAutograd's cache takes a graph with hooks on saved tensors for one without",
+)
 STREAMS = PrivateText(
     "operator library",
     "streams",

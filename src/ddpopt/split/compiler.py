@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
@@ -246,6 +246,10 @@ class GraphCompiler:
         self._gm = gm
         # AOTAutograd may keep this object: of the first batch it has no more than this.
         self._num_inputs = len(example_inputs)
+        # The positions of those that are parameters, trained or frozen.
+        self._parameters = frozenset(
+            place for place, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)
+        )
         self._options = options
         self._state = state.get(ddp)
         self._name = _torch.graph_name(gm)
@@ -420,6 +424,7 @@ class GraphCompiler:
             "what is compiled": dataclasses.replace(self._empty_cut, graph=""),
             "parameters": self._reduced,
             "argument of each parameter": self.argument_of,
+            "arguments that are parameters": sorted(self._parameters),
             # The order in which gradients arrive depends on the graphs before and after this one.
             "neighbours": (self._later, self._earlier, self._ends_forward),
             "how the Reducer forms buckets": self._state.rules,
@@ -451,7 +456,7 @@ class GraphCompiler:
         if devices - {self._device}:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
 
-        facts = read_backward(backward, self._saved)
+        facts = read_backward(backward, self._saved, self._parameters)
         final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
@@ -469,7 +474,7 @@ class GraphCompiler:
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, self._saved)
-        prove_backward(backward, cut, sections, self._saved, self.argument_of)
+        prove_backward(backward, cut, sections, self._saved, self.argument_of, self._parameters)
         text = _text_of_backward(sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         graphs = {"original": self._gm, "original_backward": backward, **pieces}

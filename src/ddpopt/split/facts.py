@@ -28,8 +28,10 @@ than the last call that makes its value or that reads the old one, so that is wh
 Calls that need no gradient of an output are the forward's: the partitioner has them made again,
 rather than save what they return. The program made them before any release, wherever they stand
 here. To run all of them first would take the memory that it saves, so if one reads a buffer or an
-input in a later section, it reads a copy of that, a *snapshot*, which the first section makes.
-(A trained parameter is not written before its own gradient is there, by anybody that we know of.)
+input in a later section, it reads a copy of that, a *snapshot*, which the first section makes. Of a
+buffer that no copy is like, such as an expanded one, the first section makes the call itself.
+(A parameter is not written in a backward before its own gradient is there, and a frozen one not at
+all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.)
 """
 
 from __future__ import annotations
@@ -342,8 +344,14 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
     return repeats
 
 
-def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts:
-    """The facts about a backward graph; `saved` is what `saved_arguments` returned."""
+def read_backward(
+    gm: fx.GraphModule, saved: Mapping[str, int], parameters: AbstractSet[int] = frozenset()
+) -> BackwardFacts:
+    """The facts about a backward graph.
+
+    `saved` is what `saved_arguments` returned, and `parameters` are the arguments that are an
+    `nn.Parameter`.
+    """
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
     is_ordered = [not is_pure(node) for node in calls]
@@ -380,7 +388,8 @@ def read_backward(gm: fx.GraphModule, saved: Mapping[str, int]) -> BackwardFacts
             write_backs[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
     pinned_places = _pinned_places(reads, is_ordered, argument_reads, write_backs)
-    forward_reads = _forward_reads(gm, repeats, saved, set(gradients))
+    forward_reads, without_snapshot = _forward_reads(gm, repeats, saved, parameters)
+    pinned_places.update(dict.fromkeys(without_snapshot, -1))
     for call, in_snapshots in forward_reads.items():
         if arguments_read[call] == in_snapshots:
             del pinned_places[call]
@@ -432,25 +441,31 @@ def _forward_reads(
     gm: fx.GraphModule,
     repeats: AbstractSet[fx.Node],
     saved: Mapping[str, int],
-    trained: AbstractSet[int],
-) -> dict[int, frozenset[int]]:
-    """Calls of the forward that are made again, and read buffers or inputs that have a snapshot.
+    parameters: AbstractSet[int],
+) -> tuple[dict[int, frozenset[int]], list[int]]:
+    """Calls of the forward that are made again, and read buffers or inputs.
 
-    `trained` are the arguments that get gradients. Without a gradient of an output among its inputs
-    a graph does not tell which of its calls are the forward's.
+    Returns those whose buffers and inputs can all have a snapshot, with these arguments, and the
+    others. Without a gradient of an output among its inputs a graph does not tell which of its
+    calls are the forward's.
     """
     needs_tangent: set[fx.Node] = set()
-    # The arguments in whose memory a value is, of those that can have a snapshot.
+    # The arguments in whose memory a value is, unless they are parameters.
     read_by: dict[fx.Node, frozenset[int]] = {}
+    # Those among them that can have no snapshot.
+    without_copy: set[int] = set()
     for node in gm.graph.find_nodes(op="placeholder"):
-        argument, value = argument_of(node, saved), _torch.aten_value(node)
+        argument = argument_of(node, saved)
         if _torch.is_tangent(node):
             needs_tangent.add(node)
-        elif argument is not None and argument not in trained and _has_true_copy(value):
+        elif argument is not None and argument not in parameters:
             read_by[node] = frozenset([argument])
+            if not _has_true_copy(_torch.aten_value(node)):
+                without_copy.add(argument)
     if not needs_tangent:
-        return {}
+        return {}, []
     forward_reads: dict[int, frozenset[int]] = {}
+    without_snapshot = []
     for call, node in enumerate(call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
@@ -458,8 +473,11 @@ def _forward_reads(
         if node in repeats:
             read_by[node] = read
         elif read and node not in needs_tangent and is_pure(node):
-            forward_reads[call] = read
-    return forward_reads
+            if without_copy.isdisjoint(read):
+                forward_reads[call] = read
+            else:
+                without_snapshot.append(call)
+    return forward_reads, without_snapshot
 
 
 def _has_true_copy(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import bisect
 import collections
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ def prove_backward(
     sections: Sequence[SectionGraph],
     saved: Mapping[str, int],
     arguments: Mapping[int, int],
+    parameters: AbstractSet[int] = frozenset(),
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
 
@@ -78,7 +80,8 @@ def prove_backward(
         cut: the record of its sections, which is to be shown right.
         sections: their graphs, in the order in which they run.
         saved: what `saved_arguments` returned for the forward.
-        arguments: each parameter's position among the forward's arguments, by index.
+        arguments: each DDP parameter's position among the forward's arguments, by index.
+        parameters: the positions of all parameters, frozen ones as well.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
@@ -143,7 +146,9 @@ def prove_backward(
     _require(released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
     _require(whole.writes == split.writes, "what is written to arguments differs")
-    _require_order(read_backward(gm, saved), call_nodes(gm.graph), whole, split, released_in)
+    _require_order(
+        read_backward(gm, saved, parameters), call_nodes(gm.graph), whole, split, released_in
+    )
 
 
 def _require_order(
