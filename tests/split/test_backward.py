@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from ddpopt import _torch
+from ddpopt._torch.names import installed_release
 from ddpopt.errors import Reason, TorchDriftError
 from ddpopt.split.cut import Cut
 from tests.support.cuts import only_cut
@@ -317,6 +318,21 @@ def test_what_cannot_be_cut_in_backward_is_cut_in_forward(
     assert len(cut.sections) > 1
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
     assert record.levelno == logging.WARNING
+
+
+class AsksForCudaGraphs(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._dynamo.override_cudagraphs(fwd=True):
+            return super().forward(x)
+
+
+@pytest.mark.skipif(installed_release() < (2, 13), reason="override_cudagraphs is of torch 2.13")
+def test_a_backward_for_which_cuda_graphs_are_asked_is_not_cut(one_rank: None) -> None:
+    """A program does so by name; what the recorded sections return would be overwritten."""
+    ddp, compiled = _compile(AsksForCudaGraphs(), 0.03, split="backward", inner="aot_eager")
+    compiled(batches(0, [(2, WIDTH)])[0]).sum().backward()
+    cut = only_cut(ddp)
+    assert (cut.backward_fallback, cut.split) == (Reason.CUDA_GRAPHS, "forward")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.reducer import Parameter
@@ -104,6 +105,22 @@ def test_no_cut_inside_a_no_grad_region() -> None:
     off, on = [i for i, name in enumerate(names) if "set_grad_enabled" in name]
     assert not set(legal) & set(range(off + 1, on + 1))
     assert {off, on + 1} <= set(legal)
+
+
+def test_no_cut_where_the_kernels_of_attention_are_chosen() -> None:
+    """A section would run with the choice of the one before it, or with none."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = (x @ p[0]).relu()
+        with sdpa_kernel(SDPBackend.MATH):
+            z = F.scaled_dot_product_attention(y[None], y[None], y[None])[0]
+            z = z @ p[0]
+        return z.relu() @ p[0]
+
+    names, legal = _legal(forward_of(forward, (4, 4)))
+    begin, end = [i for i, name in enumerate(names) if "sdpa_kernel" in name]
+    assert not set(legal) & set(range(begin + 1, end + 1))
+    assert {begin - 1, end + 1} <= set(legal)  # between the two is the choice's own argument
 
 
 def test_autocast_regions_can_be_cut() -> None:

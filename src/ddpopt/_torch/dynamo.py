@@ -331,6 +331,12 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
         names.DYNAMO_SOURCE.mark(node, names.DYNAMO_SOURCE.find(given.get(node.name)))
 
 
+def wants_cuda_graphs(gm: fx.GraphModule) -> bool:
+    """Whether the program asks for CUDA graphs of this graph, by `override_cudagraphs`."""
+    annotation = gm.meta.get(names.CUDA_GRAPHS_WANTED.text)
+    return annotation is not None and bool(annotation.fwd)
+
+
 def mark_as_new(placeholder: fx.Node) -> None:
     """Tell AOTAutograd that Dynamo knows no source for a placeholder."""
     names.DYNAMO_SOURCE.mark(placeholder, None)
@@ -460,9 +466,17 @@ def region_partners() -> dict[str, str]:
 _STATEFUL = ("_nesting", "_hooks_disable", "_hooks_enable", "_dual_level")
 
 
+def chooses_attention(name: str) -> bool:
+    """Whether a call, by its name, says which kernels attention may use in the calls after it.
+
+    Dynamo writes it at the beginning and at the end of an `sdpa_kernel` block.
+    """
+    return names.CHOOSE_ATTENTION.is_name_of(name)
+
+
 def changes_state(name: str) -> bool:
     """Whether a function of torch's, by its name, changes a global state."""
-    return name.endswith(_STATEFUL)
+    return name.endswith(_STATEFUL) or chooses_attention(name)
 
 
 def uses_stream(target: object) -> bool:

@@ -395,6 +395,7 @@ ENTER_JVP = PrivateName(_FUNCTORCH, "_jvp_increment_nesting", Need.SPLIT)
 EXIT_JVP = PrivateName(_FUNCTORCH, "_jvp_decrement_nesting", Need.SPLIT)
 DISABLE_SAVED_HOOKS = PrivateName(_C_AUTOGRAD, "_saved_tensors_hooks_disable", Need.SPLIT)
 ENABLE_SAVED_HOOKS = PrivateName(_C_AUTOGRAD, "_saved_tensors_hooks_enable", Need.SPLIT)
+CHOOSE_ATTENTION = PrivateName("torch.nn.attention", "_sdpa_kernel", Need.SPLIT)
 ENTER_DUAL_LEVEL = PrivateName(_C, "_enter_dual_level", Need.SPLIT)
 EXIT_DUAL_LEVEL = PrivateName(_C, "_exit_dual_level", Need.SPLIT)
 
@@ -468,6 +469,13 @@ EXAMPLE_VALUE = PrivateText(
 )
 COMPILE_ID = PrivateText(
     _GRAPH_META, "dynamo_compile_id", Need.SPLIT, _IS_DRIFT + "all graphs would have one name"
+)
+CUDA_GRAPHS_WANTED = PrivateText(
+    _GRAPH_META,
+    "cudagraph_annotation",
+    Need.BACKWARD,
+    # LIMIT: without `override_cudagraphs` the key is not there either, so nobody notices.
+    "the backward of a graph for which a program asks for CUDA graphs is cut all the same",
 )
 SAVED_TENSORS_HOOKS = PrivateText(
     "attribute of Dynamo's graph",

@@ -81,6 +81,7 @@ from ddpopt.split.nodes import (
     has_ragged_sizes,
     is_pure,
     output_values,
+    uses_streams,
 )
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
@@ -393,6 +394,10 @@ class GraphCompiler:
             raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
         if self._facts.first_use.keys() - self.argument_of.keys():
             raise NotCutError(Reason.ATTRIBUTES)
+        if _torch.wants_cuda_graphs(self._gm):
+            raise NotCutError(Reason.CUDA_GRAPHS)
+        if uses_streams(self._gm.graph):
+            raise NotCutError(Reason.STREAMS)  # what the backward has of it is not seen there
         tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
         are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
         # The token is one more input and output, by which autograd will call the sections after the

@@ -209,6 +209,7 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
     opened: list[tuple[str, int]] = []
+    choices_of_attention: list[int] = []
     no_grad_since: int | None = None
     for position, node in enumerate(calls):
         name = name_of(node)
@@ -216,6 +217,8 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
             if no_grad_since is not None:
                 yield no_grad_since + 1, position
             no_grad_since = None if node.args[0] else position
+        elif _torch.chooses_attention(name):
+            choices_of_attention.append(position)
         elif name in end_of:
             opened.append((end_of[name], position))
         elif opened and name == opened[-1][0]:
@@ -225,6 +228,10 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
         yield position + 1, len(calls)
     if no_grad_since is not None:
         yield no_grad_since + 1, len(calls)
+    # The beginning and the end of a region are equal calls, so that nobody knows which are which.
+    if choices_of_attention:
+        is_closed = len(choices_of_attention) > 1
+        yield choices_of_attention[0] + 1, choices_of_attention[-1] if is_closed else len(calls)
 
 
 # ---- Backward --------------------------------------------------------------------------------
