@@ -22,6 +22,8 @@ from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train
 REASONS: dict[PrivateText, Reason | None] = {
     names.EXAMPLE_VALUE: Reason.TORCH_DRIFT,
     names.COMPILE_ID: Reason.TORCH_DRIFT,
+    names.CUDA_GRAPHS_WANTED: None,
+    names.SAVED_TENSORS_HOOKS: None,
     names.STREAMS: None,
     names.RUNNING_GRAPHS: None,
     names.EFFECT_TOKENS: None,
