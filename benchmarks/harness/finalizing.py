@@ -66,6 +66,7 @@ class AdamWByBucket(AdamW):
         (group,) = self.param_groups
         for parameters, future in buckets:
             future.wait()
+            # AdamW updates what its groups have; the state of each parameter stays with it.
             self.param_groups = [group | {"params": parameters}]
             super().step(closure)
         self.param_groups = [group]

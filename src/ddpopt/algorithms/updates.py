@@ -73,11 +73,13 @@ class UpdateWatch:
             self._silent[optimizer] = []
 
     def begin_pause(self) -> None:
+        """Updates from here to `end_pause` are the user's own affair, and none is missed."""
         self.note_written()
         self._was_expected_before_pause = self._is_update_expected
         self._is_update_expected = False
 
     def end_pause(self) -> None:
+        """An update that was expected before the pause still is; what was written in it is none."""
         self._is_update_expected = self._was_expected_before_pause
         self.take_baseline()
 

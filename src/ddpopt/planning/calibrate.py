@@ -84,9 +84,13 @@ class _Bench:
         self._matrix = torch.ones(_SIDE, _SIDE, dtype=torch.float32, device=device)
         self._product = torch.empty_like(self._matrix)
 
+    def _make_values(self, num_bytes: int) -> torch.Tensor:
+        """A tensor of that size to reduce, of float32 whatever the default dtype is."""
+        return torch.ones(num_bytes // 4, dtype=torch.float32, device=self.device)
+
     def time_allreduce(self, num_bytes: int) -> float:
         """Return how long the slowest rank's allreduce takes."""
-        values = torch.ones(num_bytes // 4, dtype=torch.float32, device=self.device)
+        values = self._make_values(num_bytes)
         start_s = self._meet()
         dist.all_reduce(values, group=self._group)
         return self._worst(self._clock.finish() - start_s)
@@ -96,7 +100,7 @@ class _Bench:
 
         Return the fraction of its speed that computation loses, and how long the allreduce takes.
         """
-        values = torch.ones(num_bytes // 4, dtype=torch.float32, device=self.device)
+        values = self._make_values(num_bytes)
         self._meet()
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
@@ -109,10 +113,7 @@ class _Bench:
 
     def time_launch(self) -> float:
         """Return how much longer computation takes for each small allreduce beside it."""
-        values = [
-            torch.ones(_SMALL_BYTES // 4, dtype=torch.float32, device=self.device)
-            for _ in range(_NUM_LAUNCHES)
-        ]
+        values = [self._make_values(_SMALL_BYTES) for _ in range(_NUM_LAUNCHES)]
         _, reduced_s = self._launch_all(values, num_products=1)
         _, product_s = self._launch_all([], num_products=1)
         num_products = math.ceil(2 * self._worst(reduced_s) / self._worst(product_s))

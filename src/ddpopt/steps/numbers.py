@@ -59,11 +59,10 @@ class _Numbering(Subscriber):
         if isinstance(ddp.process_group, dist.ProcessGroup):
             # If this torch lacks a name, no search begins either.
             with contextlib.suppress(TorchDriftError):
-                if not _torch.trains_any(ddp):
-                    return  # frozen, as a critic in its generator's step: it has a later backward
-                for tensor in _torch.reducer_parameters(ddp):
-                    if tensor.requires_grad:
-                        self._nodes.append(_torch.accumulate_node(tensor))
+                trained = [t for t in _torch.reducer_parameters(ddp) if t.requires_grad]
+                if not trained:
+                    return  # as a critic in its generator's step: its first backward comes later
+                self._nodes = [_torch.accumulate_node(tensor) for tensor in trained]
         unsubscribe(ddp, _Numbering)
         number = functools.partial(self._number, weakref.ref(ddp))
         self._hooks = [node.register_prehook(number) for node in self._nodes]
