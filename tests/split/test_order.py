@@ -34,7 +34,10 @@ class Layers(nn.Module):
     """Layers, each with a buffer of one number and one of a vector."""
 
     trains_input = False
-    given: torch.Tensor  # the input of the last step, which a hook may write
+    takes_gradient = False
+    # A tensor of the last step that the program has, and a hook may write: the input, unless
+    # another is said.
+    given: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +77,39 @@ class TiedAndScaled(Layers):
         x = x @ self.tied
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x @ (self.tied * self.vectors(0)).t()
+        return x @ (self.tied * self.scale()).t()
+
+    def scale(self) -> torch.Tensor | float:
+        return self.vectors(0)
+
+
+class TiedAndReturned(TiedAndScaled):
+    """As `TiedAndScaled`, by a value that the program gets as well, as if it were returned."""
+
+    def scale(self) -> torch.Tensor:
+        self.given = torch.exp(self.vectors(0))
+        return self.given
+
+
+class TiedAndWritten(TiedAndScaled):
+    """As `TiedAndScaled`, by a buffer of which the forward writes a part.
+
+    A compiled forward saves what the buffer is then, which may be in the buffer's own memory.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.vector0[: SIZE // 2] = x[0, : SIZE // 2].abs()
+        return super().forward(x)
+
+
+class TakesGradient(TiedAndScaled):
+    """As `TiedAndScaled`, by a number; the gradient of the output is a tensor of the program's."""
+
+    takes_gradient = True
+
+    def scale(self) -> float:
+        return 2.0
 
 
 class Shifts(Layers):
@@ -146,7 +181,7 @@ def _halve_all_vectors(model: Layers) -> None:
     model.layers[3].weight.register_hook(functools.partial(_halve, model, names))
 
 
-def _halve_input(model: Layers) -> None:
+def _halve_given(model: Layers) -> None:
     model.layers[3].weight.register_hook(functools.partial(_halve, model, ("given",)))
 
 
@@ -156,13 +191,16 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook after accumulation reads what backward notes": (Layers, _divide_accumulated),
     "a hook reads a note of its own gradient": (NotesOwnSize, _divide_by_note),
     "a hook writes a buffer that backward has read": (TiedAndScaled, _halve_vectors),
+    "a hook writes an output that backward has read": (TiedAndReturned, _halve_given),
+    "a hook writes the output's gradient, which backward has read": (TakesGradient, _halve_given),
+    "a hook writes a buffer that forward wrote a part of": (TiedAndWritten, _halve_vectors),
     ONLY_FORWARD_READS: (Shifts, _halve_all_vectors),
     "a hook writes a strided buffer that only forward has read": (
         ShiftsSparsely,
         _halve_all_vectors,
     ),
-    "a hook writes an input that only forward has read": (ShiftsInput, _halve_input),
-    "a hook writes a trained input that only forward has read": (ShiftsTrained, _halve_input),
+    "a hook writes an input that only forward has read": (ShiftsInput, _halve_given),
+    "a hook writes a trained input that only forward has read": (ShiftsTrained, _halve_given),
     "a call that is made again reads a parameter and a buffer": (Checkpointed, lambda model: None),
 }
 # Of these, autograd refuses the backward where sections are graphs of their own.
@@ -177,7 +215,12 @@ def _train(ddp: DistributedDataParallel, model: Any) -> dict[str, torch.Tensor]:
         inputs = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(step))
         inputs.requires_grad_(ddp.module.trains_input)
         ddp.module.given = inputs
-        model(inputs).square().mean().backward()
+        output = model(inputs)
+        if ddp.module.takes_gradient:
+            ddp.module.given = torch.full_like(output, 0.01)
+            output.backward(ddp.module.given)
+        else:
+            output.square().mean().backward()
         for name, parameter in ddp.module.named_parameters():
             if parameter.grad is not None:
                 gradients[f"{step} {name}"] = parameter.grad.clone()
