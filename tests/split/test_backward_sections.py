@@ -21,16 +21,16 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     gradients: dict[int, tuple[int, ...]],
     num_bytes: Sequence[int] | None = None,
     ordered: Sequence[int] = (),
-    argument_reads: dict[int, tuple[int, ...]] | None = None,
+    memory_reads: dict[int, tuple[int, ...]] | None = None,
     write_backs: dict[int, int] | None = None,
     forward_reads: dict[int, frozenset[int]] | None = None,
 ) -> BackwardFacts:
     """Facts in which each call is an autograd node of its own."""
     count = len(reads)
-    bound = {*ordered, *itertools.chain.from_iterable((argument_reads or {}).values())}
+    bound = {*ordered, *itertools.chain.from_iterable((memory_reads or {}).values())}
     pinned_places = {call: call for call in bound - (forward_reads or {}).keys()}
     for call, argument in (write_backs or {}).items():
-        others = [other for other in (argument_reads or {}).get(argument, ()) if other < call]
+        others = [other for other in (memory_reads or {}).get(argument, ()) if other < call]
         pinned_places[call] = max((*reads[call], *others), default=-1)
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
@@ -39,7 +39,7 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
         reads=reads,
         num_bytes=num_bytes or [1] * count,
         gradients=gradients,
-        argument_reads=argument_reads or {},
+        memory_reads=memory_reads or {},
         write_backs=write_backs or {},
         pinned_places=pinned_places,
         release_places={a: max(calls, default=-1) for a, calls in gradients.items()},
@@ -130,7 +130,7 @@ def test_no_cut_moves_past_a_call_with_effects_for_bytes() -> None:
 def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
     """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
     reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
-    facts = _facts(reads, {0: (1,), 1: (4,)}, argument_reads={0: (2,)})
+    facts = _facts(reads, {0: (1,), 1: (4,)}, memory_reads={0: (2,)})
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
@@ -139,9 +139,9 @@ def test_what_a_hook_could_write_is_read_before_a_release_that_the_read_stands_b
     reads = [{}, {0: NO}, {0: NO}, {1: NO}]
     gradients = {0: (2,), 1: (3,)}
     assert _sections(_choose(_facts(reads, gradients), [[0], [1]])) == [[0, 2], [1, 3]]
-    facts = _facts(reads, gradients, argument_reads={9: (1,)})
+    facts = _facts(reads, gradients, memory_reads={9: (1,)})
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3]]
-    behind = _facts([{}, {0: NO}, {0: NO}, {2: NO}], {0: (1,), 1: (3,)}, argument_reads={9: (2,)})
+    behind = _facts([{}, {0: NO}, {0: NO}, {2: NO}], {0: (1,), 1: (3,)}, memory_reads={9: (2,)})
     assert _sections(_choose(behind, [[0], [1]])) == [[0, 1], [2, 3]]
 
 
@@ -149,10 +149,10 @@ def test_a_write_back_stands_where_its_value_is_made_and_the_old_one_was_read() 
     """Calls 4 and 5 write what calls 0 and 3 make, before and behind gradient 0, call 1."""
     reads = [{}, {0: NO}, {1: NO}, {2: NO}, {0: NO}, {3: NO}]
     gradients = {0: (1,), 1: (3,)}
-    written = {"argument_reads": {8: (4,), 9: (5,)}, "write_backs": {4: 8, 5: 9}}
+    written = {"memory_reads": {8: (4,), 9: (5,)}, "write_backs": {4: 8, 5: 9}}
     facts = _facts(reads, gradients, ordered=(4, 5), **written)
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 4], [2, 3, 5]]
-    read_late = {**written, "argument_reads": {8: (2, 4), 9: (5,)}}
+    read_late = {**written, "memory_reads": {8: (2, 4), 9: (5,)}}
     facts = _facts(reads, gradients, ordered=(4, 5), **read_late)
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1], [2, 3, 4, 5]]
 
@@ -161,7 +161,7 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
     """Calls 0 and 2 read argument 9; call 0 is in the first section."""
     reads = [{}, {0: NO}, {}, {2: NO}]
     again = {0: frozenset([9]), 2: frozenset([9])}
-    facts = _facts(reads, {0: (1,), 1: (3,)}, argument_reads={9: (0, 2)}, forward_reads=again)
+    facts = _facts(reads, {0: (1,), 1: (3,)}, memory_reads={9: (0, 2)}, forward_reads=again)
     chosen = _choose(facts, [[0], [1]])
     assert _sections(chosen) == [[0, 1], [2, 3]]
     assert isinstance(chosen, BackwardSections)
@@ -227,15 +227,15 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     read_by = st.dictionaries(
         st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
     )
-    argument_reads = draw(read_by)
+    memory_reads = draw(read_by)
     # The last call may write back to an argument that others read, and that has no gradient.
     write_backs = {}
     if Tie.TUPLE not in reads[-1].values() and count - 1 not in makers and draw(st.booleans()):
         readers = draw(st.sets(st.integers(0, count - 2), max_size=2)) | {count - 1}
-        argument_reads[len(gradients)] = tuple(sorted(readers))
+        memory_reads[len(gradients)] = tuple(sorted(readers))
         write_backs[count - 1] = len(gradients)
         ordered.add(count - 1)
-    facts = _facts(reads, gradients, sizes, sorted(ordered), argument_reads, write_backs)
+    facts = _facts(reads, gradients, sizes, sorted(ordered), memory_reads, write_backs)
     return facts, [bucket for bucket in buckets if bucket]
 
 
@@ -268,14 +268,14 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     ordered = [c for c in chosen.order if facts.is_ordered[c] and c not in facts.write_backs]
     assert ordered == sorted(ordered)
     for write_back, argument in facts.write_backs.items():
-        assert all(place[c] <= place[write_back] for c in facts.argument_reads[argument])
+        assert all(place[c] <= place[write_back] for c in facts.memory_reads[argument])
     section_of = {c: k for k, calls in enumerate(_sections(chosen)) for c in calls}
     for call, reads in enumerate(facts.reads):
         if Tie.TUPLE in reads.values() and len(reads) == 1:
             assert section_of[call] == section_of[next(iter(reads))]
     assert sorted(itertools.chain(*chosen.releases)) == sorted(facts.gradients)
     for k, arguments in enumerate(chosen.releases):
-        assert all(section_of[c] <= k for a in arguments for c in facts.argument_reads.get(a, ()))
+        assert all(section_of[c] <= k for a in arguments for c in facts.memory_reads.get(a, ()))
     for k, arguments in enumerate(chosen.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
     for k, arguments in enumerate(chosen.releases):

@@ -16,7 +16,12 @@ import ddpopt
 from ddpopt._torch.names import installed_release
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward import Flow, SectionGraph, compile_backward_sections
-from ddpopt.split.facts import read_backward, read_forward, refuse_linked_calls
+from ddpopt.split.facts import (
+    ReachableMemory,
+    read_backward,
+    read_forward,
+    refuse_linked_calls,
+)
 from tests.support.algorithms import flat_weights
 from tests.support.cuts import only_cut
 from tests.support.models import assert_equal_states, state_of, twins
@@ -313,7 +318,7 @@ def test_what_is_not_known_to_be_pure_keeps_its_place() -> None:
     for call in calls:
         call.meta["val"] = torch.ones(2, 2)
     graph.output(()).meta["desc"] = []
-    facts = read_backward(fx.GraphModule(nn.Module(), graph), {})
+    facts = read_backward(fx.GraphModule(nn.Module(), graph), ReachableMemory())
     assert list(facts.is_ordered) == [False, True, True, True]
     assert not any(facts.is_repeat)
 

@@ -20,7 +20,7 @@ from ddpopt.split import compiler
 from ddpopt.split.arrival import final_positions
 from ddpopt.split.backward import SectionGraph, make_section_graphs
 from ddpopt.split.cut import Cut
-from ddpopt.split.facts import read_backward
+from ddpopt.split.facts import ReachableMemory, read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
@@ -47,7 +47,7 @@ class Backward(NamedTuple):
     gm: fx.GraphModule
     cut: Cut
     sections: Sequence[SectionGraph]
-    saved: dict[str, int]
+    reachable: ReachableMemory
     arguments: dict[int, int]
 
     def with_sections(self, sections: Sequence[SectionGraph]) -> Backward:
@@ -85,10 +85,10 @@ def _cut_backward(
     plain = [descriptors.PlainAOTInput(a) for a in range(len(gradients))]
     output.meta["desc"] = [descriptors.GradAOTOutput(a) for a in plain]
     gm = fx.GraphModule(nn.Module(), graph)
-    saved = saved or {}
+    reachable = ReachableMemory(number_of=saved or {})
     arguments = {a: a for a in range(len(gradients))}
     parameters, made = buckets_of(arguments, buckets)
-    facts = dataclasses.replace(read_backward(gm, saved), **forgotten)
+    facts = dataclasses.replace(read_backward(gm, reachable), **forgotten)
     try:
         cuts = choose_backward_sections(
             facts, made, arguments, final_positions(facts, arguments, ())
@@ -96,7 +96,8 @@ def _cut_backward(
     except NotCutError:
         return None
     cut = cut_from_sections(cuts, arrival=tuple(parameters.values()))
-    return Backward(gm, cut, make_section_graphs(gm, cuts, saved or {}), saved, arguments)
+    sections = make_section_graphs(gm, cuts, reachable)
+    return Backward(gm, cut, sections, reachable, arguments)
 
 
 def _example() -> Backward:
@@ -203,7 +204,7 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
     ),
     "release twice": (lambda b: _changed(b, 1, releases=(0,)), "again"),
     "release a parameter that is read later": (
-        lambda b: b._replace(saved={"saved_2": 0}),
+        lambda b: b._replace(reachable=ReachableMemory(number_of={"saved_2": 0})),
         "handed",
     ),
 }

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.split.facts import argument_of, gradient_nodes, memory_of, repeats_of
+from ddpopt.split.facts import ReachableMemory, gradient_nodes, memory_of, repeats_of
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.split.sections import BackwardSections
@@ -101,16 +101,16 @@ class SectionGraph:
 
 
 def make_section_graphs(
-    gm: fx.GraphModule, chosen: BackwardSections, saved: Mapping[str, int]
+    gm: fx.GraphModule, chosen: BackwardSections, reachable: ReachableMemory
 ) -> tuple[SectionGraph, ...]:
     """The section graphs, in the order in which they run. `gm` is left unchanged.
 
-    `saved` is what `saved_arguments` returned for the forward.
+    `reachable` is what `find_reachable` returned for it.
     """
     calls = call_nodes(gm.graph)
     snapshots: list[fx.Node] = []
     if chosen.late_forward_reads:
-        gm, calls, snapshots = _with_snapshots(gm, chosen.late_forward_reads, saved)
+        gm, calls, snapshots = _with_snapshots(gm, chosen.late_forward_reads, reachable)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
     repeats = repeats_of(gm)
@@ -224,9 +224,11 @@ def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 
 def _with_snapshots(
-    gm: fx.GraphModule, late_reads: Mapping[int, AbstractSet[int]], saved: Mapping[str, int]
+    gm: fx.GraphModule,
+    late_reads: Mapping[int, AbstractSet[int]],
+    reachable: ReachableMemory,
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """A copy of a graph in which these calls read snapshots of these arguments.
+    """A copy of a graph in which these calls read snapshots of this memory.
 
     Returns the copy, its calls, numbered as those of `gm`, and the snapshots, which come first.
     """
@@ -240,13 +242,13 @@ def _with_snapshots(
     in_snapshots = frozenset().union(*late_reads.values())
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
-        if argument_of(placeholder, saved) in in_snapshots:
+        if reachable.find(placeholder) in in_snapshots:
             with graph.inserting_before(calls[0]):
                 snapshots[placeholder] = _clone(graph, placeholder)
 
     def snapshot_of(node: fx.Node, read: AbstractSet[int]) -> fx.Node:
         """The same value as a node's, in the memory of snapshots where it is one of `read`."""
-        if node in snapshots and argument_of(node, saved) in read:
+        if node in snapshots and reachable.find(node) in read:
             return snapshots[node]
         if node not in repeats:
             return node

@@ -56,12 +56,14 @@ from ddpopt.split.backward import (
 from ddpopt.split.cut import Cut, GraphText, parts_of_buckets
 from ddpopt.split.dump import find_crossings, is_showing, show, write
 from ddpopt.split.facts import (
+    ForwardOutput,
+    find_reachable,
+    forward_outputs,
     gradient_nodes,
     parameters_of,
     read_backward,
     read_forward,
     refuse_linked_calls,
-    saved_arguments,
 )
 from ddpopt.split.forward import (
     compile_forward_sections,
@@ -290,7 +292,7 @@ class GraphCompiler:
         # `_cut_backward` sets it: where the token and the gradients are.
         self._device = torch.device("cpu")
         # AOTAutograd's callbacks leave these for each other, and for `_cut_backward`.
-        self._saved: Mapping[str, int] = {}
+        self._forward_outputs: Sequence[ForwardOutput] = ()
         self._stored: _StoredCut | None = None
         self._further_sections: list[CompiledSection] = []
 
@@ -443,7 +445,7 @@ class GraphCompiler:
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
         """Called by AOTAutograd with the forward that it traced, before that is compiled."""
-        self._saved = saved_arguments(forward)
+        self._forward_outputs = forward_outputs(forward)
         return_token_itself(forward)
 
     def compile_backward(
@@ -461,7 +463,8 @@ class GraphCompiler:
         if devices - {self._device}:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
 
-        facts = read_backward(backward, self._saved, self._parameters)
+        reachable = find_reachable(self._forward_outputs, backward)
+        facts = read_backward(backward, reachable, self._parameters)
         final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
@@ -478,8 +481,8 @@ class GraphCompiler:
 
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
-        sections = make_section_graphs(backward, chosen, self._saved)
-        prove_backward(backward, cut, sections, self._saved, self.argument_of, self._parameters)
+        sections = make_section_graphs(backward, chosen, reachable)
+        prove_backward(backward, cut, sections, reachable, self.argument_of, self._parameters)
         text = _text_of_backward(sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         graphs = {"original": self._gm, "original_backward": backward, **pieces}

@@ -40,7 +40,7 @@ import enum
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -244,6 +244,7 @@ class Tie(enum.Enum):
     FUSED = "a fusion: the value would not exist in memory"
     UNROUNDED = "digits: fused, the value is not rounded to what can be stored"
     TUPLE = "everything: the value is a tuple, which only exists to be taken apart"
+    IN_ARGUMENT = "the value: a later section would find it in memory that the program may write"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,10 +265,10 @@ class BackwardFacts:
     # The calls from which the gradient of each argument is computed; none if it is an input of the
     # graph that is passed through.
     gradients: Mapping[int, tuple[int, ...]]
-    # The calls that read the memory of each argument, or write it.
-    argument_reads: Mapping[int, Sequence[int]]
-    # Calls with effects that write an argument and nothing else, and the argument. All other calls
-    # with effects keep their order.
+    # The calls that read reachable memory, or write it, by its number, see `ReachableMemory`.
+    memory_reads: Mapping[int, Sequence[int]]
+    # Calls with effects that write such memory and nothing else, and which. All other calls with
+    # effects keep their order.
     write_backs: Mapping[int, int]
     # The next three are explained in [Note: order, as a hook sees it].
     # The calls that may not run behind a release before which they stand, and where they stand.
@@ -303,20 +304,109 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
     return node_of
 
 
-def saved_arguments(forward: fx.GraphModule) -> dict[str, int]:
-    """Which values that a forward graph saves live in the memory of which arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """A value that AOTAutograd's forward returns, to the program or for the backward."""
 
-    Values are given by name, which is that of the backward graph's input; views are included.
+    name: str  # if it is saved for the backward, that of its input there
+    # Equal for values that share memory: for that of an argument its number, else one below zero.
+    memory: int
+    # The compiler may put it in memory of an argument, see `in_written_memory`.
+    may_be_in_argument: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReachableMemory:
+    """Which inputs of a backward graph are in memory that the program can reach, and may write.
+
+    Memory has a number: an argument's is the argument's own, any other's is below zero.
     """
+
+    # By the input's name.
+    number_of: Mapping[str, int] = field(default_factory=dict)
+    # The memory of values of the forward that are no tensors of the program's, but that the
+    # compiler may have put into an argument.
+    may_be_in_argument: AbstractSet[int] = frozenset()
+
+    def find(self, node: fx.Node) -> int | None:
+        """The number of an input's memory; None if the program cannot reach it."""
+        return self.number_of.get(node.name) if node.op == "placeholder" else None
+
+
+def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
+    """The values that a forward graph returns, in this order; views are in their base's memory."""
     repeats = repeats_of(forward)
-    argument_of_input = _torch.argument_placeholders(forward)
-    saved: dict[str, int] = {}
+    in_written = in_written_memory(forward)
+    number_of: dict[fx.Node, int] = dict(_torch.argument_placeholders(forward))
+    outputs = []
     for node in output_values(forward):
         if isinstance(node, fx.Node):
-            memory = memory_of(node, repeats)
-            if memory in argument_of_input:
-                saved[node.name] = argument_of_input[memory]
-    return saved
+            made_by = memory_of(node, repeats)
+            memory = number_of.setdefault(made_by, -1 - len(number_of))
+            outputs.append(
+                ForwardOutput(
+                    name=node.name, memory=memory, may_be_in_argument=made_by in in_written
+                )
+            )
+    return tuple(outputs)
+
+
+def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -> ReachableMemory:
+    """What of a backward graph's inputs the program can reach, given the forward's `outputs`.
+
+    That is what lives in the memory of arguments or of values that the forward returned to the
+    program, and the gradients of these, which the program may have passed in or got in a hook.
+    """
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    tensors = {n.name for n in placeholders if isinstance(_torch.aten_value(n), torch.Tensor)}
+    # A forward returns to the program first, then what it saves, each value of that once.
+    num_saved = len({node.name for node in placeholders} & {output.name for output in outputs})
+    returned = {output.memory for output in outputs[: len(outputs) - num_saved]}
+    number_of: dict[str, int] = {}
+    may_be_in_argument: set[int] = set()
+    for output in outputs[len(outputs) - num_saved :]:
+        is_in_argument = output.memory >= 0
+        if is_in_argument or output.memory in returned or output.may_be_in_argument:
+            number_of[output.name] = output.memory
+        if output.may_be_in_argument:
+            may_be_in_argument.add(output.memory)
+    next_number = min((output.memory for output in outputs), default=0)
+    for node in filter(_torch.is_tangent, placeholders):
+        next_number = min(next_number, 0) - 1
+        number_of[node.name] = next_number
+    return ReachableMemory(
+        # A size is in nobody's memory.
+        number_of={name: number for name, number in number_of.items() if name in tensors},
+        may_be_in_argument=may_be_in_argument,
+    )
+
+
+def in_written_memory(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values that a compiler may make in the memory of an input, because they are copied to it.
+
+    A functional graph makes a new value for a buffer of which it writes a part, and copies it to
+    the buffer at its end. Inductor then writes the part in place, so the value is the buffer. It
+    does not where it generates the loop that makes the value.
+    """
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    repeats = repeats_of(gm) if copies else set()
+    pending = []
+    for node in copies:
+        target, source, *_ = node.args
+        if not node.users and target.op == "placeholder" and isinstance(source, fx.Node):
+            pending.append(source)
+    values: set[fx.Node] = set()
+    while pending:
+        value = memory_of(pending.pop(), repeats)
+        if value.op != "placeholder" and not _is_generated(value) and value not in values:
+            values.add(value)
+            # A part of a part is written by one such call around another.
+            pending.extend(n for n in value.all_input_nodes if _is_scatter(n))
+    return values
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    return name_of(node).partition(".")[0].endswith("_scatter")
 
 
 def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
@@ -324,13 +414,6 @@ def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
     while node in repeats and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
-
-
-def argument_of(placeholder: fx.Node, saved: Mapping[str, int]) -> int | None:
-    """The argument in whose memory a tensor is that a backward graph takes; None for others."""
-    if not isinstance(_torch.aten_value(placeholder), torch.Tensor):
-        return None  # a size is in nobody's memory
-    return saved.get(placeholder.name)
 
 
 def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
@@ -352,53 +435,57 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def read_backward(
-    gm: fx.GraphModule, saved: Mapping[str, int], parameters: AbstractSet[int] = frozenset()
+    gm: fx.GraphModule,
+    reachable: ReachableMemory,
+    parameters: AbstractSet[int] = frozenset(),
 ) -> BackwardFacts:
     """The facts about a backward graph.
 
-    `saved` is what `saved_arguments` returned, and `parameters` are the arguments that are an
+    `reachable` is what `find_reachable` returned, and `parameters` are the arguments that are an
     `nn.Parameter`.
     """
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
     is_ordered = [not is_pure(node) for node in calls]
-    # The origin of each value, looking through repeats: the calls that made it, and the arguments
-    # in whose memory it may be.
+    in_written = in_written_memory(gm)
+    # The origin of each value, looking through repeats: the calls that made it, and the reachable
+    # memory in which it may be.
     makers: dict[fx.Node, tuple[int, ...]] = {}
-    arguments: dict[fx.Node, set[int]] = {}
+    memories: dict[fx.Node, set[int]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
-        argument = argument_of(node, saved)
-        if argument is not None:
-            arguments[node] = {argument}
+        memory = reachable.find(node)
+        if memory is not None:
+            memories[node] = {memory}
     reads: list[dict[int, Tie]] = []
-    arguments_read: list[set[int]] = []
-    argument_reads: dict[int, list[int]] = {}
+    memories_read: list[set[int]] = []
+    memory_reads: dict[int, list[int]] = {}
     write_backs: dict[int, int] = {}
     for call, node in enumerate(calls):
         made_by: dict[int, Tie] = {}
         read: set[int] = set()
         for source in node.all_input_nodes:
-            read |= arguments.get(source, set())
+            read |= memories.get(source, set())
             for maker in makers.get(source, ()):
-                made_by[maker] = _tie(calls[maker], node)
-        arguments_read.append(read)
+                tie = _tie(calls[maker], node)
+                made_by[maker] = Tie.IN_ARGUMENT if calls[maker] in in_written else tie
+        memories_read.append(read)
         if node in repeats:
-            makers[node], arguments[node] = tuple(made_by), read
+            makers[node], memories[node] = tuple(made_by), read
             reads.append({})
             continue
         makers[node] = (call,)
         reads.append(made_by)
-        for argument in read:
-            argument_reads.setdefault(argument, []).append(call)
-        written = _written_back(node, saved)
+        for memory in read:
+            memory_reads.setdefault(memory, []).append(call)
+        written = _written_back(node, reachable)
         if written is not None:
             write_backs[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    pinned_places = _pinned_places(reads, is_ordered, argument_reads, write_backs)
-    forward_reads, without_snapshot = _forward_reads(gm, repeats, saved, parameters)
+    pinned_places = _pinned_places(reads, is_ordered, memory_reads, write_backs)
+    forward_reads, without_snapshot = _forward_reads(gm, repeats, reachable, parameters)
     pinned_places.update(dict.fromkeys(without_snapshot, -1))
     for call, in_snapshots in forward_reads.items():
-        if arguments_read[call] == in_snapshots:
+        if memories_read[call] == in_snapshots:
             del pinned_places[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
@@ -407,7 +494,7 @@ def read_backward(
         reads=reads,
         num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
         gradients=gradients,
-        argument_reads=argument_reads,
+        memory_reads=memory_reads,
         write_backs=write_backs,
         pinned_places=pinned_places,
         release_places=_release_places(calls, reads, gradients, is_ordered, pinned_places),
@@ -415,31 +502,31 @@ def read_backward(
     )
 
 
-def _written_back(node: fx.Node, saved: Mapping[str, int]) -> int | None:
-    """The argument that a call writes and nothing else, as AOTAutograd's last calls do; else None.
+def _written_back(node: fx.Node, reachable: ReachableMemory) -> int | None:
+    """The memory that a call writes and nothing else, as AOTAutograd's last calls do; else None.
 
     A call whose result is used does something else as well.
     """
     if node.target is not torch.ops.aten.copy_.default or node.users:
         return None
     target = node.args[0]
-    return argument_of(target, saved) if isinstance(target, fx.Node) else None
+    return reachable.find(target) if isinstance(target, fx.Node) else None
 
 
 def _pinned_places(
     reads: Sequence[Mapping[int, Tie]],
     is_ordered: Sequence[bool],
-    argument_reads: Mapping[int, Sequence[int]],
+    memory_reads: Mapping[int, Sequence[int]],
     write_backs: Mapping[int, int],
 ) -> dict[int, int]:
     """Where the calls stand that see or change what the program can reach."""
     places = {call: call for call, has_effects in enumerate(is_ordered) if has_effects}
-    for calls in argument_reads.values():
+    for calls in memory_reads.values():
         places.update((call, call) for call in calls)
-    for call, argument in write_backs.items():
-        # Behind what makes its value, and behind what reads or writes the argument before it.
-        # Other write-backs to the same argument count: they are in this order.
-        earlier = [other for other in argument_reads[argument] if other < call]
+    for call, memory in write_backs.items():
+        # Behind what makes its value, and behind what reads or writes the memory before it.
+        # Other write-backs to the same memory count: they are in this order.
+        earlier = [other for other in memory_reads[memory] if other < call]
         places[call] = max((*reads[call], *(places[other] for other in earlier)), default=-1)
     return places
 
@@ -447,44 +534,55 @@ def _pinned_places(
 def _forward_reads(
     gm: fx.GraphModule,
     repeats: AbstractSet[fx.Node],
-    saved: Mapping[str, int],
+    reachable: ReachableMemory,
     parameters: AbstractSet[int],
 ) -> tuple[dict[int, frozenset[int]], list[int]]:
-    """Calls of the forward that are made again, and read buffers or inputs.
+    """Calls that read what the forward had in reachable memory, as the forward left it.
 
-    Returns those whose buffers and inputs can all have a snapshot, with these arguments, and the
-    others. Without a gradient of an output among its inputs a graph does not tell which of its
-    calls are the forward's.
+    Such are calls of the forward that are made again, and read anything but parameters. Without a
+    gradient of an output among its inputs a graph does not tell which calls these are. And all that
+    read a value that was never a tensor of the program's, but may be in an argument's memory.
+
+    Returns those that can read it all in snapshots, with the memory of which, and the others.
     """
     needs_tangent: set[fx.Node] = set()
-    # The arguments in whose memory a value is, unless they are parameters.
-    read_by: dict[fx.Node, frozenset[int]] = {}
-    # Those among them that can have no snapshot.
+    # The memory in which a value is, of which a snapshot serves a call of the forward, or any call.
+    for_forward: dict[fx.Node, frozenset[int]] = {}
+    for_all: dict[fx.Node, frozenset[int]] = {}
+    # What can have no snapshot.
     without_copy: set[int] = set()
     for node in gm.graph.find_nodes(op="placeholder"):
-        argument = argument_of(node, saved)
+        memory = reachable.find(node)
         if _torch.is_tangent(node):
             needs_tangent.add(node)
-        elif argument is not None and argument not in parameters:
-            read_by[node] = frozenset([argument])
+        elif memory is not None and memory not in parameters:
+            for_forward[node] = frozenset([memory])
+            for_all[node] = for_forward[node] & reachable.may_be_in_argument
             if not _has_true_copy(_torch.aten_value(node)):
-                without_copy.add(argument)
-    if not needs_tangent:
-        return {}, []
+                without_copy.add(memory)
+    is_known = bool(needs_tangent)
     forward_reads: dict[int, frozenset[int]] = {}
     without_snapshot = []
     for call, node in enumerate(call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
-        read = frozenset[int]().union(*(read_by.get(n, ()) for n in node.all_input_nodes))
+        is_of_forward = is_known and node not in needs_tangent and is_pure(node)
         if node in repeats:
-            read_by[node] = read
-        elif read and node not in needs_tangent and is_pure(node):
-            if without_copy.isdisjoint(read):
-                forward_reads[call] = read
-            else:
-                without_snapshot.append(call)
+            for_forward[node] = _union(for_forward, node.all_input_nodes)
+            for_all[node] = _union(for_all, node.all_input_nodes)
+            continue
+        read = _union(for_forward if is_of_forward else for_all, node.all_input_nodes)
+        if not read:
+            continue
+        if without_copy.isdisjoint(read):
+            forward_reads[call] = read
+        else:
+            without_snapshot.append(call)
     return forward_reads, without_snapshot
+
+
+def _union(sets: Mapping[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> frozenset[int]:
+    return frozenset[int]().union(*(sets.get(node, ()) for node in nodes))
 
 
 def _has_true_copy(tensor: torch.Tensor) -> bool:

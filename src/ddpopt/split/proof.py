@@ -35,8 +35,10 @@ from ddpopt.split.backward import SectionGraph
 from ddpopt.split.cut import Cut
 from ddpopt.split.facts import (
     BackwardFacts,
-    argument_of,
+    ReachableMemory,
     gradient_nodes,
+    in_written_memory,
+    memory_of,
     read_backward,
     repeats_of,
 )
@@ -66,20 +68,21 @@ def prove_backward(
     gm: fx.GraphModule,
     cut: Cut,
     sections: Sequence[SectionGraph],
-    saved: Mapping[str, int],
+    reachable: ReachableMemory,
     arguments: Mapping[int, int],
     parameters: AbstractSet[int] = frozenset(),
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
 
     Memory that was handed out with a gradient must not be read any more: DDP writes the reduced
-    gradient to it. Nor must a parameter whose gradient was released: a hook may update it.
+    gradient to it. Nor must a parameter whose gradient was released: a hook may update it. And no
+    section keeps for later ones what its compiler may have put into memory of the program's.
 
     Args:
         gm: the whole backward graph.
         cut: the record of its sections, which is to be shown right.
         sections: their graphs, in the order in which they run.
-        saved: what `saved_arguments` returned for the forward.
+        reachable: what `find_reachable` returned for it.
         arguments: each DDP parameter's position among the forward's arguments, by index.
         parameters: the positions of all parameters, frozen ones as well.
 
@@ -89,26 +92,26 @@ def prove_backward(
     new_places = itertools.count()
     views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
 
-    def memory_of(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
+    def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
         """The memory that a call returns: its base's for a view, new memory for any other call."""
         if read and node in views[node.graph]:
             return read[0].memory
         return (next(new_places),)
 
     def writes_back(node: fx.Node, read: Sequence[_Value]) -> bool:
-        # Inputs have other names in sections: their memory tells which argument it is.
+        # Inputs have other names in sections: their memory tells what it is.
         is_copy = node.target is torch.ops.aten.copy_.default and not node.users
-        return is_copy and len(read[0].memory) == 1 and _is_argument(read[0].memory[0])
+        return is_copy and len(read[0].memory) == 1 and _is_reachable(read[0].memory[0])
 
     numbers: dict[Hashable, int] = {}
-    whole = _Program(numbers, memory_of, writes_back)
-    split = _Program(numbers, memory_of, writes_back)
+    whole = _Program(numbers, memory_made_by, writes_back)
+    split = _Program(numbers, memory_made_by, writes_back)
 
     # The whole graph: what each gradient is to be.
     inputs = []
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        argument = argument_of(node, saved)
-        memory = next(new_places) if argument is None else ("argument", argument)
+        number = reachable.find(node)
+        memory = next(new_places) if number is None else ("reachable", number)
         inputs.append(_Value(whole.number(("input", place)), (memory,)))
     value_of_output = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
     expected = {a: whole.expression_of(value_of_output[n]) for a, n in gradient_nodes(gm).items()}
@@ -131,11 +134,16 @@ def prove_backward(
         returned = split.run(section.graph, taken)
         num_kept = len(flow.keeps)
         slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
+        kept = output_values(section.graph)[:num_kept]
+        _require(
+            _made_by(kept, section.graph).isdisjoint(in_written_memory(section.graph)),
+            f"{description} keeps what may be in memory that the program can reach",
+        )
         for argument, gradient in zip(flow.releases, returned[num_kept:], strict=True):
             _require(argument not in released, f"{description} releases gradient {argument} again")
             released[argument] = split.expression_of(gradient)
             released_in[argument] = described.index
-            handed_out.update((*gradient.memory, ("argument", argument)))
+            handed_out.update((*gradient.memory, ("reachable", argument)))
         due = {argument_by_name[name] for name in described.parameters}
         _require(due <= {*flow.releases}, f"{description} does not release what is planned")
         _require(
@@ -147,8 +155,14 @@ def prove_backward(
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
     _require(whole.writes == split.writes, "what is written to arguments differs")
     _require_order(
-        read_backward(gm, saved, parameters), call_nodes(gm.graph), whole, split, released_in
+        read_backward(gm, reachable, parameters), call_nodes(gm.graph), whole, split, released_in
     )
+
+
+def _made_by(values: Sequence[fx.Node], gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that made the memory of these."""
+    repeats = repeats_of(gm)
+    return {memory_of(value, repeats) for value in values}
 
 
 def _require_order(
@@ -170,16 +184,16 @@ def _require_order(
     # The place of each event in the whole graph.
     place_of_call = {node: facts.pinned_places.get(k, k) for k, node in enumerate(calls)}
     before_all = {
-        (calls[call], ("argument", argument))
-        for call, arguments in facts.forward_reads.items()
-        for argument in arguments
+        (calls[call], ("reachable", number))
+        for call, numbers in facts.forward_reads.items()
+        for number in numbers
     }
     stands_at: dict[Hashable, int] = {}
     for event in whole.events:
         _require(event.what in ran_in, f"{event.node.name} is left out")
-        argument_read = event.what[-1]  # of an effect it is something else, which is in no set
+        memory_read = event.what[-1]  # of an effect it is something else, which is in no set
         place = place_of_call[event.node]
-        if (event.node, argument_read) in before_all:
+        if (event.node, memory_read) in before_all:
             place = -1
         # Two equal reads are one event: both have to come before what the first one stands before,
         # though the second may not stand there. AOTAutograd merges equal calls, so this is rare.
@@ -265,9 +279,9 @@ class _Value:
 
 
 class _Event(NamedTuple):
-    """An effect, a write-back, or a read of the memory of an argument.
+    """An effect, a write-back, or a read of memory that the program can reach.
 
-    `what` is equal in equal programs, and of a read it ends with the argument's memory.
+    `what` is equal in equal programs, and of a read it ends with the memory.
     """
 
     what: tuple[Hashable, ...]
@@ -275,9 +289,9 @@ class _Event(NamedTuple):
     section: int
 
 
-def _is_argument(place: Hashable) -> bool:
-    """Whether memory is that of an argument of the forward, which the program can reach."""
-    return isinstance(place, tuple) and place[0] == "argument"
+def _is_reachable(place: Hashable) -> bool:
+    """Whether the program can reach memory, see `ReachableMemory`."""
+    return isinstance(place, tuple) and place[0] == "reachable"
 
 
 @dataclass
@@ -288,8 +302,8 @@ class _Program:
     numbers: dict[Hashable, int]
     # The memory of what a call returns, from the call and the values that it reads.
     memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
-    # Whether a call writes to an argument and does nothing else. Such calls keep their order by
-    # argument, not among the other effects.
+    # Whether a call writes to reachable memory and does nothing else. Such calls keep their order
+    # by memory, not among the other effects.
     writes_back: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
     # The section that is run; set from outside.
     section: int = 0
@@ -297,8 +311,8 @@ class _Program:
     effects: list[Hashable] = field(default_factory=list)
     # Write-backs, by memory.
     writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
-    # The events, in the order in which they ran. A call that reads a copy of an argument's memory
-    # reads it when the copy is made.
+    # The events, in the order in which they ran. A call that reads a copy of reachable memory reads
+    # it when the copy is made.
     events: list[_Event] = field(default_factory=list)
     # For each graph that was run, its calls that are not known to be pure, as sections count them.
     num_fixed: list[int] = field(default_factory=list)
@@ -329,9 +343,9 @@ class _Program:
         read = [values[source] for source in node.all_input_nodes]
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
-            # A copy is the same value in other memory. A call that reads it reads the argument
+            # A copy is the same value in other memory. A call that reads it reads the original
             # where the copy is made.
-            if any(map(_is_argument, read[0].memory)):
+            if any(map(_is_reachable, read[0].memory)):
                 memory = tuple(("snapshot", self.section, place) for place in read[0].memory)
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
@@ -361,13 +375,13 @@ class _Program:
         return _Value(self.number(call), memory)
 
     def _note_reads(self, call: int, node: fx.Node, read: Sequence[_Value]) -> None:
-        """Note each argument whose memory the call reads, now or in a snapshot."""
+        """Note what reachable memory the call reads, now or in a snapshot."""
         for place in itertools.chain.from_iterable(value.memory for value in read):
-            if _is_argument(place):
+            if _is_reachable(place):
                 self.events.append(_Event(("read", call, place), node, self.section))
             elif isinstance(place, tuple) and place[0] == "snapshot":
-                _, section, argument = place
-                self.events.append(_Event(("read", call, argument), node, section))
+                _, section, original = place
+                self.events.append(_Event(("read", call, original), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
         is_grad_mode = _torch.sets_grad_mode(name_of(node))

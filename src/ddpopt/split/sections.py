@@ -208,7 +208,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
     for k, arguments in enumerate(released):
         for argument in arguments:
             reached = max(reached, facts.release_places[argument])
-            for call in (*facts.gradients[argument], *facts.argument_reads.get(argument, ())):
+            for call in (*facts.gradients[argument], *facts.memory_reads.get(argument, ())):
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
     # Calls that stand before a release must not run after it, see [Note: order, as a hook sees it];
@@ -231,7 +231,7 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
     for call in reversed(range(len(facts.reads))):
         if call in facts.write_backs:
             # Calls that read the old value come first. Other effects do not matter here.
-            for reader in facts.argument_reads[facts.write_backs[call]]:
+            for reader in facts.memory_reads[facts.write_backs[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])
         elif facts.is_ordered[call]:
@@ -350,7 +350,7 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, 
                 last_fused[source] = place
             if tie is Tie.UNROUNDED:
                 add(rounded, place_of[source], place, 1)
-            if tie is Tie.TUPLE:
+            if tie in (Tie.TUPLE, Tie.IN_ARGUMENT):
                 add(forbidden, place_of[source], place, 1)
     for uses in (last_use, last_fused):
         for source, place in uses.items():
@@ -383,7 +383,7 @@ def _choose_releases(
         section = released_in.get(argument)
         if section is None:
             num_before = bisect.bisect_right(stands_at, facts.release_places[argument])
-            needed = (*calls, *facts.argument_reads.get(argument, ()))
+            needed = (*calls, *facts.memory_reads.get(argument, ()))
             ready_at = max(reached[num_before], *(place_of[call] for call in needed), 0)
             section = bisect.bisect_right(bounds, ready_at) - 1
         releases[section].append(argument)
