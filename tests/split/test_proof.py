@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ddpopt.split import compiler
 from ddpopt.split.arrival import final_positions
 from ddpopt.split.backward import SectionGraph, make_section_graphs
 from ddpopt.split.cut import Cut
-from ddpopt.split.facts import ReachableMemory, read_backward
+from ddpopt.split.facts import ReachableMemory, Tie, read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
@@ -250,6 +251,24 @@ def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> Non
     read_alone = {2: 2}
     with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
         _noting(pinned_places=read_alone).validate()
+
+
+def test_a_value_that_may_be_made_in_a_buffer_is_not_kept_for_a_later_section() -> None:
+    """Inductor writes a part of a buffer in place, and then has the new value there."""
+    calls: list[Call] = [
+        (_aten.mm.default, (1, 2)),
+        (_aten.slice_scatter.default, (0, 3)),  # the new value of the buffer
+        (_aten.copy_.default, (0, 4)),
+        (_aten.relu.default, (3,)),  # gradient 0
+        (_aten.mm.default, (4, 2)),  # gradient 1
+    ]
+    cut = functools.partial(_cut_backward, calls, [6, 7], [[0], [1]], saved={"saved_0": 9})
+    assert cut() is None
+    plain = Tie.NONE
+    unsafe = cut(reads=[{}, {0: plain}, {1: plain}, {0: plain}, {1: plain}])
+    assert unsafe is not None
+    with pytest.raises(NotCutError, match="in memory that the program can reach"):
+        unsafe.validate()
 
 
 def _has(gm: fx.GraphModule, target: Any) -> bool:

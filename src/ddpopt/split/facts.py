@@ -14,10 +14,10 @@ values that do share memory. `reads` looks through repeats.
 
 [Note: order, as a hook sees it]
 A hook runs where a gradient is released, and may read and write all that the program can reach:
-parameters, buffers, inputs. In eager the backward has made all earlier writes by then, and all
-earlier reads have happened. So whatever stands before a gradient's release in the graph runs
-before it here as well: effects, and reads of the memory of arguments. Only pure computation on the
-graph's own values may move behind a release. What stands behind a release may run before it: so it
+parameters, buffers, inputs, what the forward returned, and the gradients of that. In eager the
+backward has made all earlier writes by then, and all earlier reads have happened. So whatever
+stands before a gradient's release in the graph runs before it here as well: effects, and reads of
+reachable memory. Only pure computation on the graph's own values may move behind a release. What stands behind a release may run before it: so it
 does in the unsplit compile, which runs the whole graph before all releases.
 
 A release stands behind the last call of the autograd node that makes the gradient. A call stands
@@ -27,11 +27,17 @@ than the last call that makes its value or that reads the old one, so that is wh
 
 Calls that need no gradient of an output are the forward's: the partitioner has them made again,
 rather than save what they return. The program made them before any release, wherever they stand
-here. To run all of them first would take the memory that it saves, so if one reads a buffer or an
-input in a later section, it reads a copy of that, a *snapshot*, which the first section makes. Of a
-buffer that no copy is like, such as an expanded one, the first section makes the call itself.
+here. To run all of them first would take the memory that it saves, so if one reads a buffer, an
+input or an output in a later section, it reads a copy of that, a *snapshot*, which the first
+section makes. Of a buffer that no copy is like, such as an expanded one, the first section makes
+the call itself.
 (A parameter is not written in a backward before its own gradient is there, and a frozen one not at
 all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.)
+
+A compiler may make a value in an argument's memory, if the value is what the argument is to hold in
+the end, see `in_written_memory`. The program sees two tensors there and may write one, so all that
+read such a value read it as the forward left it, in snapshots; one that a backward makes is not
+kept for a later section.
 """
 
 from __future__ import annotations
