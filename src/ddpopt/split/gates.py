@@ -159,7 +159,8 @@ class Gate(torch.autograd.Function):
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, make: Callable[[], Sequence[Any]], *_sources: torch.Tensor) -> Any:
-        return tuple(make())
+        # One may be a gradient that the program passed in, whose history is the program's.
+        return tuple(g.detach() if g is not None and g.requires_grad else g for g in make())
 
     @staticmethod
     def backward(_ctx: Any, *_gradients: Any) -> Any:
