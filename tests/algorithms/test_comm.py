@@ -27,10 +27,10 @@ from ddpopt.algorithms import (
 )
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, _make_group
 from tests.support.algorithms import attached_mlp, flat_weights, optimizer_for
+from tests.support.documents import ROOT
 from tests.support.groups import first_ranks
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import Ranks
-from tests.system.documents import ROOT
 
 CPU = torch.device("cpu")
 

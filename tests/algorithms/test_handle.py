@@ -33,11 +33,11 @@ from tests.support.algorithms import (
     lose_rank_1,
     optimizer_for,
 )
+from tests.support.documents import blocks
 from tests.support.groups import first_ranks
 from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import MakeRanks, Ranks, error_of
-from tests.system.documents import blocks
 
 # ---- what a step is ---------------------------------------------------------------------------
 

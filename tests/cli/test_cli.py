@@ -29,8 +29,8 @@ from ddpopt.cli.output import InputError
 from ddpopt.errors import TorchDriftError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
+from tests.support.documents import ROOT, environment
 from tests.support.models import MLP
-from tests.system.documents import ROOT, environment
 
 MODELS = """
 import torch

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import run as torchrun
 
-from tests.system.documents import ROOT, blocks
+from tests.support.documents import ROOT, blocks
 
 sys.path.insert(0, str(ROOT / "examples"))
 

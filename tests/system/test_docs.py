@@ -36,9 +36,7 @@ from ddpopt import cli
 from ddpopt.errors import Reason
 from ddpopt.planning import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
-from tests.support.models import MLP, batches
-from tests.support.ranks import Ranks
-from tests.system.documents import (
+from tests.support.documents import (
     DOCS,
     PAGES,
     ROOT,
@@ -51,6 +49,8 @@ from tests.system.documents import (
     run_command,
     split_variables,
 )
+from tests.support.models import MLP, batches
+from tests.support.ranks import Ranks
 
 sys.path.insert(0, str(DOCS / "tools"))
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from tests.support.documents import ROOT, command_of, run_command
 from tests.support.models import MLP
 from tests.support.ranks import TIMEOUT_S, Ranks
-from tests.system.documents import ROOT, command_of, run_command
 
 sys.path.insert(0, str(ROOT / "examples"))
 

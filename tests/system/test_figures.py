@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.documents import DOCS, ROOT
+from tests.support.documents import DOCS, ROOT
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.documents import ROOT, environment
 from tests.support.ranks import Ranks
-from tests.system.documents import ROOT, environment
 from tests.system.fuzzing import planted
 from tests.system.fuzzing.campaign import Campaign, Failure, Tally, draw_case
 from tests.system.fuzzing.checking import FAILURES, Finding, relative_error, run_case

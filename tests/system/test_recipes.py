@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.system.documents import ROOT, command_of, run_command
+from tests.support.documents import ROOT, command_of, run_command
 
 
 class Recipe(NamedTuple):

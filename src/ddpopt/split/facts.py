@@ -17,8 +17,9 @@ A hook runs where a gradient is released, and may read and write all that the pr
 parameters, buffers, inputs, what the forward returned, and the gradients of that. In eager the
 backward has made all earlier writes by then, and all earlier reads have happened. So whatever
 stands before a gradient's release in the graph runs before it here as well: effects, and reads of
-reachable memory. Only pure computation on the graph's own values may move behind a release. What stands behind a release may run before it: so it
-does in the unsplit compile, which runs the whole graph before all releases.
+reachable memory. Only pure computation on the graph's own values may move behind a release. What
+stands behind a release may run before it: so it does in the unsplit compile, which runs the whole
+graph before all releases.
 
 A release stands behind the last call of the autograd node that makes the gradient. A call stands
 where it is in the graph, but for one kind: AOTAutograd makes a graph functional, and puts the

@@ -33,7 +33,7 @@ PAGES = [
     "benchmarks/README.md",
 ]
 # What programs that end are watched by; see there.
-_ENDINGS = str(Path(__file__).parent / "endings")
+_ENDINGS = str(ROOT / "tests" / "system" / "endings")
 _SHELL = r"(?:[A-Z_]+=\S* )*(?:sudo )?(?:ddpopt|export|git|make|pip|python|source|torchrun)(?=\s|$)"
 _MARK = re.compile(r"\s*<!-- test: (.*) -->")
 _SKIPPED = re.compile(r"skip `(.+)`, (.+)")
