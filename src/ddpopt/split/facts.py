@@ -367,11 +367,14 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     placeholders = backward.graph.find_nodes(op="placeholder")
     tensors = {n.name for n in placeholders if isinstance(_torch.aten_value(n), torch.Tensor)}
     # A forward returns to the program first, then what it saves, each value of that once.
-    num_saved = len({node.name for node in placeholders} & {output.name for output in outputs})
-    returned = {output.memory for output in outputs[: len(outputs) - num_saved]}
+    saved_names = {node.name for node in placeholders} & {output.name for output in outputs}
+    num_returned = len(outputs) - len(saved_names)
+    returned = {output.memory for output in outputs[:num_returned]}
+    saved = outputs[num_returned:]
+    assert {output.name for output in saved} == saved_names, "a forward returns what it saves last"
     number_of: dict[str, int] = {}
     may_be_in_argument: set[int] = set()
-    for output in outputs[len(outputs) - num_saved :]:
+    for output in saved:
         is_in_argument = output.memory >= 0
         if is_in_argument or output.memory in returned or output.may_be_in_argument:
             number_of[output.name] = output.memory
