@@ -411,12 +411,17 @@ def in_written_memory(gm: fx.GraphModule) -> set[fx.Node]:
         if value.op != "placeholder" and not _is_generated(value) and value not in values:
             values.add(value)
             # A part of a part is written by one such call around another.
-            pending.extend(n for n in value.all_input_nodes if _is_scatter(n))
+            pending.extend(n for n in value.all_input_nodes if n.target in _WRITERS_OF_PARTS)
     return values
 
 
-def _is_scatter(node: fx.Node) -> bool:
-    return name_of(node).partition(".")[0].endswith("_scatter")
+# Each returns its first input with a part of it replaced by the second.
+_WRITERS_OF_PARTS = {
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
 
 
 def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
