@@ -151,6 +151,11 @@ class Checkpointed(Layers):
         return run(x) if k == 3 else checkpoint(run, x, use_reentrant=False)
 
 
+class Normalized(Layers):
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(layer(x), self.vectors(k), self.vectors((k + 1) % 4), training=True)
+
+
 def _divide_by_note(model: Layers) -> None:
     for k, layer in enumerate(model.layers):
         layer.weight.register_hook(lambda gradient, k=k: gradient / (model.sizes(k) + 1e-6))
@@ -284,6 +289,24 @@ def test_frozen_parameters_have_no_snapshots(
     _train(ddp, _compile(ddp, "auto"))
     assert len(only_cut(ddp).sections) >= 3
     assert 1 <= len(copied) <= 4  # the buffers that sections after the first read, and the input
+
+
+def test_running_statistics_have_no_snapshots(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch norm's backward is given them and does not read them; no compiler moves them."""
+    chosen: list[BackwardSections] = []
+
+    def choose(*arguments: Any) -> BackwardSections:
+        chosen.append(choose_backward_sections(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(compiler, "choose_backward_sections", choose)
+    ddp = DistributedDataParallel(Normalized(), bucket_cap_mb=1e-5)
+    _compile(ddp, "auto")(torch.randn(4, SIZE)).sum().backward()
+    (sections,) = chosen
+    assert len(sections.sections) >= 3
+    assert not sections.late_forward_reads
 
 
 def test_a_cut_without_snapshots_is_not_accepted(

@@ -395,8 +395,7 @@ def in_written_memory(gm: fx.GraphModule) -> set[fx.Node]:
     """Values that a compiler may make in the memory of an input, because they are copied to it.
 
     A functional graph makes a new value for a buffer of which it writes a part, and copies it to
-    the buffer at its end. Inductor then writes the part in place, so the value is the buffer. It
-    does not where it generates the loop that makes the value.
+    the buffer at its end. Inductor then writes the part in place, so the value is the buffer.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     repeats = repeats_of(gm) if copies else set()
@@ -408,11 +407,23 @@ def in_written_memory(gm: fx.GraphModule) -> set[fx.Node]:
     values: set[fx.Node] = set()
     while pending:
         value = memory_of(pending.pop(), repeats)
-        if value.op != "placeholder" and not _is_generated(value) and value not in values:
+        if value not in values and _may_become_in_place(value):
             values.add(value)
             # A part of a part is written by one such call around another.
             pending.extend(n for n in value.all_input_nodes if n.target in _WRITERS_OF_PARTS)
     return values
+
+
+def _may_become_in_place(value: fx.Node) -> bool:
+    """Whether a compiler may have a call write its result to one of its inputs.
+
+    Not where it generates the loop itself, nor of operators of torch that return several values, as
+    batch norm does with its running statistics.
+    """
+    if name_of(value) == "getitem":
+        source = value.args[0]
+        return isinstance(source, fx.Node) and _torch.namespace_of(source.target) != "aten"
+    return value.op != "placeholder" and not _is_generated(value)
 
 
 # Each returns its first input with a part of it replaced by the second.
