@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.reducer import Parameter
-from ddpopt.split.facts import ForwardFacts, parameters_of, read_forward
+from ddpopt.split.facts import ForwardFacts, in_written_memory, parameters_of, read_forward
 from ddpopt.split.forward import copy_for_cutting
 from ddpopt.split.nodes import call_nodes
 from tests.support.graphs import Capture, forward_of
@@ -241,3 +242,25 @@ def test_symbolic_sizes_can_cross() -> None:
 
     facts = _facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
     assert all(facts.legal_bounds[1:-1])
+
+
+def test_what_inductor_makes_in_place_is_known() -> None:
+    """All operators of its tables, on an input that the graph writes."""
+    reinplace = pytest.importorskip("torch._inductor.fx_passes.reinplace")
+    tables = [reinplace.inplaceable_ops, reinplace.inplaceable_foreach_ops]
+    operators = [op for table in tables for op in table if isinstance(op, torch._ops.OpOverload)]
+    assert torch.ops.aten.index_put.default in operators
+    assert torch.ops.aten._foreach_mul.Scalar in operators
+    # The one function among them replaces these.
+    operators += [torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default]
+    operators += list(reinplace.inplaceable_triton_ops)
+    operators.append(torch.ops.higher_order.auto_functionalized_v2)
+    for operator in operators:
+        graph = fx.Graph()
+        written = graph.placeholder("written")
+        made = graph.call_function(operator, (written,))
+        element = graph.call_function(getitem, (made, 0))
+        last = graph.call_function(torch.ops.aten.neg.default, (element,))
+        graph.call_function(torch.ops.aten.copy_.default, (written, last))
+        graph.output(())
+        assert in_written_memory(fx.GraphModule(nn.Module(), graph)) == {made, element}, operator

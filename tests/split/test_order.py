@@ -103,6 +103,14 @@ class TiedAndWritten(TiedAndScaled):
         return super().forward(x)
 
 
+class TiedAndAveraged(TiedAndScaled):
+    """As `TiedAndWritten`, by operators that write all of several buffers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_mul_([self.vector0, self.vector1], 0.9)
+        return super().forward(x)
+
+
 class TakesGradient(TiedAndScaled):
     """As `TiedAndScaled`, by a number; the gradient of the output is a tensor of the program's."""
 
@@ -199,6 +207,7 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook writes an output that backward has read": (TiedAndReturned, _halve_given),
     "a hook writes the output's gradient, which backward has read": (TakesGradient, _halve_given),
     "a hook writes a buffer that forward wrote a part of": (TiedAndWritten, _halve_vectors),
+    "a hook writes a buffer that forward wrote with others": (TiedAndAveraged, _halve_vectors),
     ONLY_FORWARD_READS: (Shifts, _halve_all_vectors),
     "a hook writes a strided buffer that only forward has read": (
         ShiftsSparsely,
@@ -320,7 +329,7 @@ def test_a_cut_without_snapshots_is_not_accepted(
         return dataclasses.replace(cuts, late_forward_reads={})
 
     monkeypatch.setattr(compiler, "choose_backward_sections", plan_without)
-    ddp = DistributedDataParallel(Shifts(), **CAP)
+    ddp = DistributedDataParallel(Checkpointed(), **CAP)
     _train(ddp, _compile(ddp, "auto"))
     cut = only_cut(ddp)
     assert cut.fallback is Reason.NOT_PROVEN

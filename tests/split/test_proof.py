@@ -253,19 +253,23 @@ def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> Non
         _noting(pinned_places=read_alone).validate()
 
 
-def test_a_value_that_may_be_made_in_a_buffer_is_not_kept_for_a_later_section() -> None:
+@pytest.mark.parametrize("copies", ["the value", "what is made of it"])
+def test_a_value_that_may_be_made_in_a_buffer_is_not_kept_for_a_later_section(copies: str) -> None:
     """Inductor writes a part of a buffer in place, and then has the new value there."""
     calls: list[Call] = [
         (_aten.mm.default, (1, 2)),
-        (_aten.slice_scatter.default, (0, 3)),  # the new value of the buffer
-        (_aten.copy_.default, (0, 4)),
+        (_aten.slice_scatter.default, (0, 3)),  # a new value of the buffer
+        (_aten.neg.default, (4,)),
+        (_aten.copy_.default, (0, 4 if copies == "the value" else 5)),
         (_aten.relu.default, (3,)),  # gradient 0
         (_aten.mm.default, (4, 2)),  # gradient 1
     ]
-    cut = functools.partial(_cut_backward, calls, [6, 7], [[0], [1]], saved={"saved_0": 9})
+    cut = functools.partial(_cut_backward, calls, [7, 8], [[0], [1]], saved={"saved_0": 9})
     assert cut() is None
     plain = Tie.NONE
-    unsafe = cut(reads=[{}, {0: plain}, {1: plain}, {0: plain}, {1: plain}])
+    copied = 1 if copies == "the value" else 2
+    reads = [{}, {0: plain}, {1: plain}, {copied: plain}, {0: plain}, {1: plain}]
+    unsafe = cut(reads=reads)
     assert unsafe is not None
     with pytest.raises(NotCutError, match="in memory that the program can reach"):
         unsafe.validate()

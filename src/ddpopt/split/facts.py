@@ -14,12 +14,12 @@ values that do share memory. `reads` looks through repeats.
 
 [Note: order, as a hook sees it]
 A hook runs where a gradient is released, and may read and write all that the program can reach:
-parameters, buffers, inputs, what the forward returned, and the gradients of that. In eager the
-backward has made all earlier writes by then, and all earlier reads have happened. So whatever
-stands before a gradient's release in the graph runs before it here as well: effects, and reads of
-reachable memory. Only pure computation on the graph's own values may move behind a release. What
-stands behind a release may run before it: so it does in the unsplit compile, which runs the whole
-graph before all releases.
+parameters, buffers, inputs, what the forward returned, and the gradients of that. Their memory is
+called reachable. In eager the backward has made all earlier writes by then, and all earlier reads
+have happened. So whatever stands before a gradient's release in the graph runs before it here as
+well: effects, and reads of reachable memory. Only pure computation on the graph's own values may
+move behind a release. What stands behind a release may run before it: so it does in the unsplit
+compile, which runs the whole graph before all releases.
 
 A release stands behind the last call of the autograd node that makes the gradient. A call stands
 where it is in the graph, but for one kind: AOTAutograd makes a graph functional, and puts the
@@ -282,9 +282,9 @@ class BackwardFacts:
     pinned_places: Mapping[int, int]
     # The place at which the gradient of each argument is released.
     release_places: Mapping[int, int]
-    # Calls of the forward, and those arguments among the ones they read of which they may as well
-    # read snapshots: these reads stand before all releases. A call that reads parameters besides
-    # has a pinned place for that.
+    # Calls that read what the forward left in reachable memory, and those numbers of it that they
+    # may as well read in snapshots: these reads stand before all releases. A call that reads
+    # parameters besides has a pinned place for that.
     forward_reads: Mapping[int, frozenset[int]]
 
 
@@ -395,47 +395,39 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
 
 
 def in_written_memory(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values that a compiler may make in the memory of an input, because they are copied to it.
+    """Values that a compiler may make in the memory of an input that the graph writes.
 
-    A functional graph makes a new value for a buffer of which it writes a part, and copies it to
-    the buffer at its end. Inductor then writes the part in place, so the value is the buffer.
+    A functional graph makes a new value for a buffer of which it writes a part, and copies the
+    buffer's last value to it at its end. Inductor then has such calls write to the buffer.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    repeats = repeats_of(gm) if copies else set()
-    pending = []
-    for node in copies:
-        target, source, *_ = node.args
-        if not node.users and target.op == "placeholder" and isinstance(source, fx.Node):
-            pending.append(source)
+    # Inputs that are written, and values in their memory.
+    in_input = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
+    if not in_input:
+        return set()
+    repeats = repeats_of(gm)
     values: set[fx.Node] = set()
-    while pending:
-        value = memory_of(pending.pop(), repeats)
-        if value not in values and _may_become_in_place(value):
-            values.add(value)
-            # A part of a part is written by one such call around another.
-            pending.extend(n for n in value.all_input_nodes if n.target in _WRITERS_OF_PARTS)
+    for node in call_nodes(gm.graph):
+        sources = {memory_of(source, repeats) for source in node.all_input_nodes}
+        is_element = name_of(node) == "getitem" and node not in repeats
+        if not in_input.isdisjoint(sources) and (is_element or _may_become_in_place(node)):
+            values.add(node)
+            in_input.add(node)
     return values
 
 
-def _may_become_in_place(value: fx.Node) -> bool:
-    """Whether a compiler may have a call write its result to one of its inputs.
+def _may_become_in_place(call: fx.Node) -> bool:
+    """Whether Inductor may have a call write to what it is given, if that is not needed any more.
 
-    Not where it generates the loop itself, nor of operators of torch that return several values, as
-    batch norm does with its running statistics.
+    These are its `inplaceable_ops`, and what they are made of; see test_facts.py.
     """
-    if name_of(value) == "getitem":
-        source = value.args[0]
-        return isinstance(source, fx.Node) and _torch.namespace_of(source.target) != "aten"
-    return value.op != "placeholder" and not _is_generated(value)
+    library = _torch.namespace_of(call.target)
+    if library == "aten":
+        return any(part in name_of(call) for part in _PARTS_OF_NAMES)
+    return _torch.is_higher_order(call.target) or (library or "").endswith("c10d_functional")
 
 
-# Each returns its first input with a part of it replaced by the second.
-_WRITERS_OF_PARTS = {
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
-}
+_PARTS_OF_NAMES = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
 
 
 def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
@@ -495,8 +487,9 @@ def read_backward(
         for source in node.all_input_nodes:
             read |= memories.get(source, set())
             for maker in makers.get(source, ()):
-                tie = _tie(calls[maker], node)
-                made_by[maker] = Tie.IN_ARGUMENT if calls[maker] in in_written else tie
+                made_by[maker] = _tie(calls[maker], node)
+                if calls[maker] in in_written and made_by[maker] is not Tie.TUPLE:
+                    made_by[maker] = Tie.IN_ARGUMENT
         memories_read.append(read)
         if node in repeats:
             makers[node], memories[node] = tuple(made_by), read
@@ -572,7 +565,8 @@ def _forward_reads(
     gradient of an output among its inputs a graph does not tell which calls these are. And all that
     read a value that was never a tensor of the program's, but may be in an argument's memory.
 
-    Returns those that can read it all in snapshots, with the memory of which, and the others.
+    Returns those that are to read it all in snapshots, with the memory of which, and the others:
+    those that can not, and those that return less than a snapshot would take.
     """
     needs_tangent: set[fx.Node] = set()
     # The memory in which a value is, of which a snapshot serves a call of the forward, or any call.
@@ -580,6 +574,7 @@ def _forward_reads(
     for_all: dict[fx.Node, frozenset[int]] = {}
     # What can have no snapshot.
     without_copy: set[int] = set()
+    num_bytes: dict[int, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
         if _torch.is_tangent(node):
@@ -587,6 +582,7 @@ def _forward_reads(
         elif memory is not None and memory not in parameters:
             for_forward[node] = frozenset([memory])
             for_all[node] = for_forward[node] & reachable.may_be_in_argument
+            num_bytes[memory] = num_bytes_of(_torch.aten_value(node))
             if not _has_true_copy(_torch.aten_value(node)):
                 without_copy.add(memory)
     is_known = bool(needs_tangent)
@@ -603,7 +599,9 @@ def _forward_reads(
         read = _union(for_forward if is_of_forward else for_all, node.all_input_nodes)
         if not read:
             continue
-        if without_copy.isdisjoint(read):
+        num_copied = sum(num_bytes[memory] for memory in read)
+        is_smaller = is_pure(node) and num_bytes_of(_torch.aten_value(node)) < num_copied
+        if without_copy.isdisjoint(read) and not is_smaller:
             forward_reads[call] = read
         else:
             without_snapshot.append(call)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -316,6 +316,8 @@ class _Program:
     events: list[_Event] = field(default_factory=list)
     # For each graph that was run, its calls that are not known to be pure, as sections count them.
     num_fixed: list[int] = field(default_factory=list)
+    # Each copy has memory of its own.
+    _copy_numbers: Iterator[int] = field(default_factory=itertools.count)
     # How often each memory has been written.
     _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
     # The modes that are open now: those of autocast, and False for no_grad.
@@ -346,7 +348,10 @@ class _Program:
             # A copy is the same value in other memory. A call that reads it reads the original
             # where the copy is made.
             if any(map(_is_reachable, read[0].memory)):
-                memory = tuple(("snapshot", self.section, place) for place in read[0].memory)
+                number = next(self._copy_numbers)
+                memory = tuple(
+                    ("snapshot", self.section, place, number) for place in read[0].memory
+                )
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
             return _Value(self.number(("attribute", id(attribute_of(gm, node)))), memory)
@@ -380,7 +385,7 @@ class _Program:
             if _is_reachable(place):
                 self.events.append(_Event(("read", call, place), node, self.section))
             elif isinstance(place, tuple) and place[0] == "snapshot":
-                _, section, original = place
+                _, section, original, _ = place
                 self.events.append(_Event(("read", call, original), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:

@@ -134,7 +134,7 @@ class BackwardSections:
     sections: tuple[Section, ...]
     # The arguments of the forward whose gradients section k releases.
     releases: tuple[tuple[int, ...], ...]
-    # Calls of sections after the first, and the arguments of which they read snapshots; see
+    # Calls of sections after the first, and the reachable memory of which they read snapshots; see
     # [Note: order, as a hook sees it] in facts.py.
     late_forward_reads: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
