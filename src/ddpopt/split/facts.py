@@ -427,7 +427,7 @@ def _may_become_in_place(call: fx.Node) -> bool:
     return _torch.is_higher_order(call.target) or (library or "").endswith("c10d_functional")
 
 
-_PARTS_OF_NAMES = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
+_PARTS_OF_NAMES = ("scatter", "index_put", "foreach", "philox", "scaled_addmm")
 
 
 def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
