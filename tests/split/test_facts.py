@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.reducer import Parameter
-from ddpopt.split.facts import ForwardFacts, in_written_memory, parameters_of, read_forward
+from ddpopt.split.facts import ForwardFacts, made_in_arguments, parameters_of, read_forward
 from ddpopt.split.forward import copy_for_cutting
 from ddpopt.split.nodes import call_nodes
 from tests.support.graphs import Capture, forward_of
@@ -263,4 +263,4 @@ def test_what_inductor_makes_in_place_is_known() -> None:
         last = graph.call_function(torch.ops.aten.neg.default, (element,))
         graph.call_function(torch.ops.aten.copy_.default, (written, last))
         graph.output(())
-        assert in_written_memory(fx.GraphModule(nn.Module(), graph)) == {made, element}, operator
+        assert made_in_arguments(fx.GraphModule(nn.Module(), graph)) == {made, element}, operator

@@ -518,11 +518,12 @@ class _SparseRows(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
         self.table = nn.Embedding(5, SIZE, sparse=True)
+        self.head = nn.Linear(SIZE, SIZE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
         rows = (x[:, 0].detach().abs() * 3).long().clamp(max=4)
-        return self.last(torch.tanh(x * 0.5 + (x + self.table(rows))))
+        return self.head(torch.tanh(self.last(torch.tanh(x * 0.5 + (x + self.table(rows))))))
 
 
 def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
@@ -537,7 +538,7 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     with mock.patch.object(gates, "_in_own_memory", keep):
         model(x).square().mean().backward()
     (cut,) = state.get(ddp).cuts
-    assert len(cut.sections) > 1
+    assert len(cut.sections) > 2
     alone(x).square().mean().backward()
     expected = alone.first.weight.grad
     assert expected is not None

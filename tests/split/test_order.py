@@ -198,7 +198,6 @@ def _halve_given(model: Layers) -> None:
     model.layers[3].weight.register_hook(functools.partial(_halve, model, ("given",)))
 
 
-ONLY_FORWARD_READS = "a hook writes a buffer that only forward has read"
 CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a tensor hook reads what backward notes": (Layers, _divide_by_note),
     "a hook after accumulation reads what backward notes": (Layers, _divide_accumulated),
@@ -208,7 +207,7 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook writes the output's gradient, which backward has read": (TakesGradient, _halve_given),
     "a hook writes a buffer that forward wrote a part of": (TiedAndWritten, _halve_vectors),
     "a hook writes a buffer that forward wrote with others": (TiedAndAveraged, _halve_vectors),
-    ONLY_FORWARD_READS: (Shifts, _halve_all_vectors),
+    "a hook writes a buffer that only forward has read": (Shifts, _halve_all_vectors),
     "a hook writes a strided buffer that only forward has read": (
         ShiftsSparsely,
         _halve_all_vectors,
@@ -279,38 +278,37 @@ def test_hooks_find_what_they_find_in_eager_with_inductor(one_rank: None, name: 
     _check(name, "auto", "inductor")
 
 
-def test_frozen_parameters_have_no_snapshots(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a model that is fine-tuned in a few adapters, that would be a second model in memory."""
-    copied: set[int] = set()
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[BackwardSections]:
+    """The sections of each backward that is cut."""
+    sections: list[BackwardSections] = []
 
     def choose(*arguments: Any) -> BackwardSections:
-        chosen = choose_backward_sections(*arguments)
-        copied.update(*chosen.late_forward_reads.values())
-        return chosen
+        sections.append(choose_backward_sections(*arguments))
+        return sections[-1]
 
     monkeypatch.setattr(compiler, "choose_backward_sections", choose)
+    return sections
+
+
+def test_frozen_parameters_have_no_snapshots(
+    one_rank: None, chosen: list[BackwardSections]
+) -> None:
+    """Of a model that is fine-tuned in a few adapters, that would be a second model in memory."""
     model = Checkpointed()
     for layer in model.layers:
         layer.weight.requires_grad_(False)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, broadcast_buffers=False)
     _train(ddp, _compile(ddp, "auto"))
     assert len(only_cut(ddp).sections) >= 3
+    copied = set[int]().union(*(s for cut in chosen for s in cut.late_forward_reads.values()))
     assert 1 <= len(copied) <= 4  # the buffers that sections after the first read, and the input
 
 
 def test_running_statistics_have_no_snapshots(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, chosen: list[BackwardSections]
 ) -> None:
     """A batch norm's backward is given them and does not read them; no compiler moves them."""
-    chosen: list[BackwardSections] = []
-
-    def choose(*arguments: Any) -> BackwardSections:
-        chosen.append(choose_backward_sections(*arguments))
-        return chosen[-1]
-
-    monkeypatch.setattr(compiler, "choose_backward_sections", choose)
     ddp = DistributedDataParallel(Normalized(), bucket_cap_mb=1e-5)
     _compile(ddp, "auto")(torch.randn(4, SIZE)).sum().backward()
     (sections,) = chosen

@@ -427,6 +427,19 @@ def is_view(target: object) -> bool:
     return bool(names.IS_VIEW.get(target)) or target is unsafe
 
 
+# Parts of the names of ATen's operators: those in the tables of Inductor's pass `reinplace`, torch
+# 2.11 to 2.15, and those that it or a decomposition turns into them. test_facts.py compares.
+_MAY_BECOME_IN_PLACE = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
+
+
+def may_become_in_place(target: object) -> bool:
+    """Whether Inductor may have a call write to an input, if nothing reads that any more."""
+    library = namespace_of(target)
+    if library == "aten":
+        return any(part in str(target) for part in _MAY_BECOME_IN_PLACE)
+    return is_higher_order(target) or (library or "").endswith("c10d_functional")
+
+
 def without_device(name: str) -> str:
     """The name of an operator for the CPU as that of the same one for all devices."""
     return name.replace(names.FOR_CPU.text, "")

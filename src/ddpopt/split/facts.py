@@ -30,15 +30,15 @@ Calls that need no gradient of an output are the forward's: the partitioner has 
 rather than save what they return. The program made them before any release, wherever they stand
 here. To run all of them first would take the memory that it saves, so if one reads a buffer, an
 input or an output in a later section, it reads a copy of that, a *snapshot*, which the first
-section makes. Of a buffer that no copy is like, such as an expanded one, the first section makes
-the call itself.
+section makes. Where no copy is like the original, such as an expanded buffer, or what the call
+returns is smaller than the copy, the first section makes the call itself.
 (A parameter is not written in a backward before its own gradient is there, and a frozen one not at
 all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.)
 
-A compiler may make a value in an argument's memory, if the value is what the argument is to hold in
-the end, see `in_written_memory`. The program sees two tensors there and may write one, so all that
-read such a value read it as the forward left it, in snapshots; one that a backward makes is not
-kept for a later section.
+A compiler may make a value in the memory of an argument that the graph writes, see
+`made_in_arguments`. For the program that value and the argument are two tensors, of which it may
+write one. So all that read such a value of the forward's read it in snapshots, and one that a
+backward makes is not kept for a later section.
 """
 
 from __future__ import annotations
@@ -251,7 +251,9 @@ class Tie(enum.Enum):
     FUSED = "a fusion: the value would not exist in memory"
     UNROUNDED = "digits: fused, the value is not rounded to what can be stored"
     TUPLE = "everything: the value is a tuple, which only exists to be taken apart"
-    IN_ARGUMENT = "the value: a later section would find it in memory that the program may write"
+    MADE_IN_ARGUMENT = (
+        "the value: a later section would find it in memory that the program may write"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,8 +320,8 @@ class ForwardOutput:
     name: str  # if it is saved for the backward, that of its input there
     # Equal for values that share memory: for that of an argument its number, else one below zero.
     memory: int
-    # The compiler may put it in memory of an argument, see `in_written_memory`.
-    may_be_in_argument: bool
+    # Whether the compiler may do so in an argument's memory, see the function of that name.
+    made_in_arguments: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,9 +333,9 @@ class ReachableMemory:
 
     # By the input's name.
     number_of: Mapping[str, int] = field(default_factory=dict)
-    # The memory of values of the forward that are no tensors of the program's, but that the
-    # compiler may have put into an argument.
-    may_be_in_argument: AbstractSet[int] = frozenset()
+    # The memory of values of the forward that `made_in_arguments` names: no tensors of the
+    # program's, but perhaps in the memory of one.
+    made_in_arguments: AbstractSet[int] = frozenset()
 
     def find(self, node: fx.Node) -> int | None:
         """The number of an input's memory; None if the program cannot reach it."""
@@ -343,7 +345,7 @@ class ReachableMemory:
 def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
     """The values that a forward graph returns, in this order; views are in their base's memory."""
     repeats = repeats_of(forward)
-    in_written = in_written_memory(forward)
+    in_arguments = made_in_arguments(forward)
     number_of: dict[fx.Node, int] = dict(_torch.argument_placeholders(forward))
     outputs = []
     for node in output_values(forward):
@@ -352,7 +354,7 @@ def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
             memory = number_of.setdefault(made_by, -1 - len(number_of))
             outputs.append(
                 ForwardOutput(
-                    name=node.name, memory=memory, may_be_in_argument=made_by in in_written
+                    name=node.name, memory=memory, made_in_arguments=made_by in in_arguments
                 )
             )
     return tuple(outputs)
@@ -376,58 +378,43 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     known_names = saved_names & {output.name for output in outputs}
     assert known_names <= {output.name for output in saved}, "a forward returns what it saves last"
     number_of: dict[str, int] = {}
-    may_be_in_argument: set[int] = set()
+    in_arguments = {output.memory for output in saved if output.made_in_arguments}
     for output in saved:
-        is_in_argument = output.memory >= 0
-        if is_in_argument or output.memory in returned or output.may_be_in_argument:
+        is_argument = output.memory >= 0
+        if is_argument or output.memory in returned or output.memory in in_arguments:
             number_of[output.name] = output.memory
-        if output.may_be_in_argument:
-            may_be_in_argument.add(output.memory)
-    next_number = min((output.memory for output in outputs), default=0)
-    for node in filter(_torch.is_tangent, placeholders):
-        next_number = min(next_number, 0) - 1
-        number_of[node.name] = next_number
+    lowest_number = min([0, *(output.memory for output in outputs)])
+    tangents = filter(_torch.is_tangent, placeholders)
+    for number, node in enumerate(tangents, start=1):
+        number_of[node.name] = lowest_number - number
     return ReachableMemory(
         # A size is in nobody's memory.
         number_of={name: number for name, number in number_of.items() if name in tensors},
-        may_be_in_argument=may_be_in_argument,
+        made_in_arguments=in_arguments,
     )
 
 
-def in_written_memory(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values that a compiler may make in the memory of an input that the graph writes.
+def made_in_arguments(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values that a compiler may make in the memory of an argument that the graph writes.
 
     A functional graph makes a new value for a buffer of which it writes a part, and copies the
     buffer's last value to it at its end. Inductor then has such calls write to the buffer.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    # Inputs that are written, and values in their memory.
-    in_input = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
-    if not in_input:
+    # Arguments that are written, and values in their memory.
+    in_arguments = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
+    if not in_arguments:
         return set()
     repeats = repeats_of(gm)
     values: set[fx.Node] = set()
     for node in call_nodes(gm.graph):
         sources = {memory_of(source, repeats) for source in node.all_input_nodes}
         is_element = name_of(node) == "getitem" and node not in repeats
-        if not in_input.isdisjoint(sources) and (is_element or _may_become_in_place(node)):
+        is_in_place = is_element or _torch.may_become_in_place(node.target)
+        if is_in_place and not in_arguments.isdisjoint(sources):
             values.add(node)
-            in_input.add(node)
+            in_arguments.add(node)
     return values
-
-
-def _may_become_in_place(call: fx.Node) -> bool:
-    """Whether Inductor may have a call write to what it is given, if that is not needed any more.
-
-    These are its `inplaceable_ops`, and what they are made of; see test_facts.py.
-    """
-    library = _torch.namespace_of(call.target)
-    if library == "aten":
-        return any(part in name_of(call) for part in _PARTS_OF_NAMES)
-    return _torch.is_higher_order(call.target) or (library or "").endswith("c10d_functional")
-
-
-_PARTS_OF_NAMES = ("scatter", "index_put", "foreach", "philox", "scaled_addmm")
 
 
 def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
@@ -468,7 +455,7 @@ def read_backward(
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
     is_ordered = [not is_pure(node) for node in calls]
-    in_written = in_written_memory(gm)
+    in_arguments = made_in_arguments(gm)
     # The origin of each value, looking through repeats: the calls that made it, and the reachable
     # memory in which it may be.
     makers: dict[fx.Node, tuple[int, ...]] = {}
@@ -487,9 +474,7 @@ def read_backward(
         for source in node.all_input_nodes:
             read |= memories.get(source, set())
             for maker in makers.get(source, ()):
-                made_by[maker] = _tie(calls[maker], node)
-                if calls[maker] in in_written and made_by[maker] is not Tie.TUPLE:
-                    made_by[maker] = Tie.IN_ARGUMENT
+                made_by[maker] = _tie(calls[maker], node, in_arguments)
         memories_read.append(read)
         if node in repeats:
             makers[node], memories[node] = tuple(made_by), read
@@ -563,15 +548,14 @@ def _forward_reads(
 
     Such are calls of the forward that are made again, and read anything but parameters. Without a
     gradient of an output among its inputs a graph does not tell which calls these are. And all that
-    read a value that was never a tensor of the program's, but may be in an argument's memory.
+    read a value that was never a tensor of the program's, but may be made in an argument.
 
-    Returns those that are to read it all in snapshots, with the memory of which, and the others:
-    those that can not, and those that return less than a snapshot would take.
+    Returns the calls that are to read it all in snapshots, with the memory of which; and those that
+    cannot, or return less than a snapshot would take.
     """
     needs_tangent: set[fx.Node] = set()
-    # The memory in which a value is, of which a snapshot serves a call of the forward, or any call.
-    for_forward: dict[fx.Node, frozenset[int]] = {}
-    for_all: dict[fx.Node, frozenset[int]] = {}
+    # The memory in which a value is, unless it is a parameter's or a tangent's.
+    memories: dict[fx.Node, frozenset[int]] = {}
     # What can have no snapshot.
     without_copy: set[int] = set()
     num_bytes: dict[int, int] = {}
@@ -580,23 +564,23 @@ def _forward_reads(
         if _torch.is_tangent(node):
             needs_tangent.add(node)
         elif memory is not None and memory not in parameters:
-            for_forward[node] = frozenset([memory])
-            for_all[node] = for_forward[node] & reachable.may_be_in_argument
+            memories[node] = frozenset([memory])
             num_bytes[memory] = num_bytes_of(_torch.aten_value(node))
             if not _has_true_copy(_torch.aten_value(node)):
                 without_copy.add(memory)
-    is_known = bool(needs_tangent)
+    has_tangents = bool(needs_tangent)
     forward_reads: dict[int, frozenset[int]] = {}
     without_snapshot = []
     for call, node in enumerate(call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
-        is_of_forward = is_known and node not in needs_tangent and is_pure(node)
+        read = frozenset[int]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
         if node in repeats:
-            for_forward[node] = _union(for_forward, node.all_input_nodes)
-            for_all[node] = _union(for_all, node.all_input_nodes)
+            memories[node] = read
             continue
-        read = _union(for_forward if is_of_forward else for_all, node.all_input_nodes)
+        is_of_forward = has_tangents and node not in needs_tangent and is_pure(node)
+        if not is_of_forward:
+            read &= reachable.made_in_arguments
         if not read:
             continue
         num_copied = sum(num_bytes[memory] for memory in read)
@@ -606,10 +590,6 @@ def _forward_reads(
         else:
             without_snapshot.append(call)
     return forward_reads, without_snapshot
-
-
-def _union(sets: Mapping[fx.Node, frozenset[int]], nodes: Iterable[fx.Node]) -> frozenset[int]:
-    return frozenset[int]().union(*(sets.get(node, ()) for node in nodes))
 
 
 def _has_true_copy(tensor: torch.Tensor) -> bool:
@@ -669,10 +649,13 @@ def _descendants(reads: Sequence[Mapping[int, Tie]], origin: int) -> set[int]:
     return needing
 
 
-def _tie(value: fx.Node, reader: fx.Node) -> Tie:
+def _tie(value: fx.Node, reader: fx.Node, in_arguments: AbstractSet[fx.Node]) -> Tie:
+    """The tie of a value to a call that reads it; some values are perhaps made in arguments."""
     made = _torch.aten_value(value)
     if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):
         return Tie.TUPLE
+    if value in in_arguments:
+        return Tie.MADE_IN_ARGUMENT
     is_product = name_of(value).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
     if is_product and name_of(reader).startswith("add."):
         return Tie.UNROUNDED  # the library's product can add to a tensor

@@ -37,7 +37,7 @@ from ddpopt.split.facts import (
     BackwardFacts,
     ReachableMemory,
     gradient_nodes,
-    in_written_memory,
+    made_in_arguments,
     memory_of,
     read_backward,
     repeats_of,
@@ -135,8 +135,9 @@ def prove_backward(
         num_kept = len(flow.keeps)
         slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
         kept = output_values(section.graph)[:num_kept]
+        makers = {memory_of(node, views[section.graph.graph]) for node in kept}
         _require(
-            _made_by(kept, section.graph).isdisjoint(in_written_memory(section.graph)),
+            makers.isdisjoint(made_in_arguments(section.graph)),
             f"{description} keeps what may be in memory that the program can reach",
         )
         for argument, gradient in zip(flow.releases, returned[num_kept:], strict=True):
@@ -157,12 +158,6 @@ def prove_backward(
     _require_order(
         read_backward(gm, reachable, parameters), call_nodes(gm.graph), whole, split, released_in
     )
-
-
-def _made_by(values: Sequence[fx.Node], gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that made the memory of these."""
-    repeats = repeats_of(gm)
-    return {memory_of(value, repeats) for value in values}
 
 
 def _require_order(

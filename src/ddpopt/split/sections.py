@@ -350,7 +350,7 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, 
                 last_fused[source] = place
             if tie is Tie.UNROUNDED:
                 add(rounded, place_of[source], place, 1)
-            if tie in (Tie.TUPLE, Tie.IN_ARGUMENT):
+            if tie in (Tie.TUPLE, Tie.MADE_IN_ARGUMENT):
                 add(forbidden, place_of[source], place, 1)
     for uses in (last_use, last_fused):
         for source, place in uses.items():
