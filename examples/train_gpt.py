@@ -15,6 +15,7 @@ import argparse
 import copy
 import functools
 import gc
+import inspect
 import os
 import statistics
 import sys
@@ -50,6 +51,10 @@ ALGORITHMS = [
 ]
 MAX_TEXT_BYTES = 8_000_000
 REPORT_EVERY = 10
+# Gradients are views of DDP's buckets, which give their memory back until the next backward.
+LESS_MEMORY = {"gradient_as_bucket_view": True}
+if "lazy_bucket_allocation" in inspect.signature(DDP).parameters:  # from torch 2.15 on
+    LESS_MEMORY["lazy_bucket_allocation"] = True
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
 
 
@@ -144,7 +149,7 @@ def start_algorithm(ddp: DDP, args: argparse.Namespace) -> tuple[torch.optim.Opt
 def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> tuple[Tensor, float]:
     """Return the loss of each step, averaged over the ranks, and the tokens/s of all ranks."""
     device, rank, num_ranks = model.head.weight.device, dist.get_rank(), dist.get_world_size()
-    ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb)
+    ddp = DDP(model, bucket_cap_mb=args.bucket_cap_mb, **LESS_MEMORY)
     if args.network:
         slow_link().connect(ddp)
     options = ddpopt_options(args) if backend == "ddpopt" else None
@@ -167,10 +172,10 @@ def train(model: GPT, backend: str, text: Tensor, args: argparse.Namespace) -> t
         starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
         windows = text[starts + torch.arange(args.context + 1)].to(device, torch.long)
         loss = compiled(windows[:, :-1], windows[:, 1:])
-        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad()  # before the next forward, so that buckets' memory is given back
         warmup.step()
         losses.append(loss.detach())
         if step == first:
@@ -199,7 +204,7 @@ class Way:
     """A copy of the model, compiled in one of the ways that are compared."""
 
     def __init__(self, model: GPT, args: argparse.Namespace, optimize_ddp: bool, **how: Any):
-        self.ddp = DDP(copy.deepcopy(model), bucket_cap_mb=args.bucket_cap_mb)
+        self.ddp = DDP(copy.deepcopy(model), bucket_cap_mb=args.bucket_cap_mb, **LESS_MEMORY)
         if args.network:
             slow_link().connect(self.ddp)
         self.compiled = torch.compile(self.ddp, **how)

@@ -44,8 +44,9 @@ def leave_unfinished(module: nn.Module, **of_ddp: Any) -> DistributedDataParalle
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, **of_ddp)
     ddp.require_manual_backward_finalization = True
     launched = Launched(ddp)
-    # DDP refuses a hook whose annotations are text, as they are here.
-    ddp.register_comm_hook(launched, lambda launched, bucket: launched.reduce(bucket))
+    # DDP refuses a hook whose annotations are text, as they are here. `launched` is not the hook's
+    # state, which may be one by bucket: ddpopt would leave the buckets of such a hook alone.
+    ddp.register_comm_hook(None, lambda _state, bucket: launched.reduce(bucket))
     _launched_by_parameter[next(module.parameters())] = launched
     return ddp
 

@@ -235,6 +235,18 @@ class Worker:
         self.steps(1, 2)
         return device.peak_mb(self._device)
 
+    def tensors_mb(self) -> float:
+        """Return the most memory that a step's tensors take on the CPU.
+
+        That is all but parameters, optimizer states and batches: activations, gradients, and
+        DDP's buckets, which it keeps from step to step unless they are lazy.
+        """
+        self.steps(1, 0)
+        kept_mb = 0.0
+        if self._peer.has_reducer and not getattr(self._ddp, "lazy_bucket_allocation", False):
+            kept_mb = sum(self.bucket_bytes()) / _MIB
+        return kept_mb + device.allocated_mb(lambda: self.steps(0, 2))
+
     def cpu_s(self) -> float:
         """Return the processor's time of this process for a step: what launching costs."""
         self.steps(1, 1)

@@ -216,6 +216,7 @@ def _after_all_rates(session: Session, compilation: Compilation) -> Compilation:
             num_recompiles = team.ask("facts").num_recompiles
             facts = compilation.facts._replace(num_recompiles=num_recompiles)
             compilation = compilation._replace(facts=facts, peak_mb=team.ask("peak_mb"))
+            compilation = compilation._replace(tensors_mb=team.ask("tensors_mb"))
     return compilation
 
 

@@ -20,7 +20,7 @@ class Compilation(NamedTuple):
 
     `cold_s` is the time for compiling with an empty cache, `warm_s` with a filled one. On an
     emulated network peers compile beside each other, once, and have no `facts`. A peer that fails
-    on the way has no buckets and no `peak_mb`.
+    on the way has no buckets, no `peak_mb` and no `tensors_mb`.
     """
 
     model: str
@@ -33,6 +33,7 @@ class Compilation(NamedTuple):
     facts: Facts | None = None
     num_buckets: int | None = None
     peak_mb: float | None = None
+    tensors_mb: float | None = None
 
 
 class Cost(NamedTuple):
@@ -126,6 +127,7 @@ _COLD_AND_WARM: dict[str, Callable[[Any], str]] = {
     "compile s, cold": lambda compilation: f"{compilation.cold_s:.1f}",
     "warm": lambda compilation: _number_or_dash(compilation.warm_s, ".1f"),
     "peak memory MB": lambda compilation: _number_or_dash(compilation.peak_mb, ".0f"),
+    "tensors MB": lambda compilation: _number_or_dash(compilation.tensors_mb, ".0f"),
     "first loss": lambda compilation: f"{compilation.loss:.5f}",
 }
 _TIMES: dict[str, Callable[[Measured], str]] = {

@@ -67,11 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inner", default="inductor", help="what compiles the sections")
     args = parser.parse_args()
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=2,
-        kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=0.03)],
-    )
+    of_ddp = DistributedDataParallelKwargs(bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[of_ddp])
     compare(accelerator, args.inner)
     accelerator.free_memory()  # DDP has to go before the process group: see docs/faq.md
     accelerator.end_training()

@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--inner", default="inductor", help="what compiles the sections")
     args = parser.parse_args()
     num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    strategy = DDPStrategy(bucket_cap_mb=0.03)
+    # And lazy_bucket_allocation=True from torch 2.15 on: see docs/recipes.md.
+    strategy = DDPStrategy(bucket_cap_mb=0.03, gradient_as_bucket_view=True)
     fabric = Fabric(accelerator="cpu", devices=num_ranks, strategy=strategy)
     fabric.launch()
 

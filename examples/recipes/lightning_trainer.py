@@ -54,7 +54,8 @@ def train(module: LightningModule, data: DataLoader, folder: str, options: dict 
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=DDPStrategy(bucket_cap_mb=0.03),
+        # And lazy_bucket_allocation=True from torch 2.15 on: see docs/recipes.md.
+        strategy=DDPStrategy(bucket_cap_mb=0.03, gradient_as_bucket_view=True),
         callbacks=callbacks,
         logger=CSVLogger(folder),  # or TensorBoardLogger, WandbLogger, ...
         log_every_n_steps=2,

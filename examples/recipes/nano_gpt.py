@@ -60,7 +60,8 @@ class GPT(nn.Module):
 def train(model: nn.Module, options: dict | None, dtype: torch.dtype = torch.bfloat16) -> DDP:
     if options is not None:
         model = torch.compile(model, backend="ddpopt", options=options)
-    ddp = DDP(model, bucket_cap_mb=0.1)
+    # Give it lazy_bucket_allocation=True as well from torch 2.15 on: see docs/recipes.md.
+    ddp = DDP(model, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
     raw_model = ddp.module  # if compiled, names in its state_dict begin with `_orig_mod.`
     optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
