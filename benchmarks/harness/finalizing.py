@@ -8,7 +8,6 @@ when backward is over.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Launched:
     """The buckets of the last backward whose parameters were not updated yet, in order."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.ddp = weakref.proxy(ddp)
+    def __init__(self) -> None:
+        self.ddp: Any = None  # a weak proxy: DDP has to go before its process group
         self.buckets: list[tuple[list[Tensor], torch.futures.Future[Tensor]]] = []
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -34,8 +32,9 @@ class Launched:
         return future
 
 
-# Of the first parameter of each module that `leave_unfinished` made.
-_launched_by_parameter = WeakTensorKeyDictionary()
+# A peer's process has one model. The hook has no state, nor anything else that could be one by
+# bucket: ddpopt would not tune the buckets of such a hook.
+_launched = Launched()
 
 
 def leave_unfinished(module: nn.Module, **of_ddp: Any) -> DistributedDataParallel:
@@ -43,27 +42,20 @@ def leave_unfinished(module: nn.Module, **of_ddp: Any) -> DistributedDataParalle
     # A gradient is a view of its bucket, so that it is reduced as soon as that is.
     ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, **of_ddp)
     ddp.require_manual_backward_finalization = True
-    launched = Launched(ddp)
-    # DDP refuses a hook whose annotations are text, as they are here. `launched` is not the hook's
-    # state, which may be one by bucket: ddpopt would leave the buckets of such a hook alone.
-    ddp.register_comm_hook(None, lambda _state, bucket: launched.reduce(bucket))
-    _launched_by_parameter[next(module.parameters())] = launched
+    # DDP refuses a hook whose annotations are text, as they are here.
+    ddp.register_comm_hook(None, lambda _state, bucket: _launched.reduce(bucket))
+    _launched.ddp = weakref.proxy(ddp)
     return ddp
 
 
 class AdamWByBucket(AdamW):
     """Updates parameters bucket by bucket, as soon as each is reduced."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
-        all_parameters = list(parameters)
-        super().__init__(all_parameters, fused=True, **options)
-        self._launched: Launched = _launched_by_parameter[all_parameters[0]]
-
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if not self._launched.buckets:  # under no_sync
+        if not _launched.buckets:  # under no_sync
             super().step(closure)
             return
-        buckets, self._launched.buckets = self._launched.buckets, []
+        buckets, _launched.buckets = _launched.buckets, []
         (group,) = self.param_groups
         for parameters, future in buckets:
             future.wait()
@@ -71,4 +63,4 @@ class AdamWByBucket(AdamW):
             self.param_groups = [group | {"params": parameters}]
             super().step(closure)
         self.param_groups = [group]
-        self._launched.ddp.finalize_backward()
+        _launched.ddp.finalize_backward()

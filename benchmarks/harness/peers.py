@@ -149,6 +149,7 @@ def _compiler(inner: str) -> Any:
 _cut, _tuned = compile_split("backward"), compile_split("backward", buckets="auto")
 _with_views = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
 _lazily = functools.partial(_with_views, lazy_bucket_allocation=True)  # from torch 2.15 on
+_adamw_by_bucket = functools.partial(AdamWByBucket, fused=True)
 _zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, fused=True)
 _fsdp2 = _by_layer(fully_shard, reshard_after_forward=False)
 _replicated = _by_layer(replicate)
@@ -192,7 +193,7 @@ _ALL = (
         leave_unfinished,
         is_ours=True,
         is_default=False,
-        optimizer=AdamWByBucket,
+        optimizer=_adamw_by_bucket,
     ),
     Peer(
         "auto_bybucket",
@@ -202,7 +203,7 @@ _ALL = (
         is_tuned=True,
         is_ours=True,
         is_default=False,
-        optimizer=AdamWByBucket,
+        optimizer=_adamw_by_bucket,
     ),
     Peer("zero", "torch's ZeroRedundancyOptimizer", _cut, optimizer=_zero),
     Peer("fsdp2", "torch's FSDP2", _compile_plainly, _fsdp2, has_reducer=False),
