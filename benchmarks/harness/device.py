@@ -26,7 +26,7 @@ def forget_peak(device: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_mb(device: str) -> float:
+def peak_mib(device: str) -> float:
     """Return the most memory that was in use since `forget_peak`, 0 where that is not known.
 
     On a GPU it is what tensors took, on the CPU what was resident of the process.
@@ -40,7 +40,7 @@ def peak_mb(device: str) -> float:
     return 0.0
 
 
-def allocated_mb(run: Callable[[], object]) -> float:
+def allocated_mib(run: Callable[[], object]) -> float:
     """Return the most memory that tensors on the CPU took beyond what they took before `run`.
 
     What was there before and is freed on the way does not count: torch's allocator tells the

@@ -46,6 +46,7 @@ class Peer:
     optimize_ddp: bool | str = True  # Dynamo's, which has to be set before the module is made
     around_backward: Around = lambda _inner: contextlib.nullcontext()  # each backward runs in it
     has_reducer: bool = True  # DDP's, in C++: with buckets, and with a comm hook for each
+    has_hook: bool = False  # a comm hook of its own: DDP takes no second one
     is_tuned: bool = False  # finds its buckets anew for each rate of the network
     is_ours: bool = False  # ddpopt compiles it
     is_default: bool = True  # measured without being named
@@ -191,6 +192,7 @@ _ALL = (
         "ddpopt, updated by bucket",
         _cut,
         leave_unfinished,
+        has_hook=True,
         is_ours=True,
         is_default=False,
         optimizer=_adamw_by_bucket,
@@ -200,6 +202,7 @@ _ALL = (
         "ddpopt, tuned, updated by bucket",
         _tuned,
         leave_unfinished,
+        has_hook=True,
         is_tuned=True,
         is_ours=True,
         is_default=False,

@@ -2,7 +2,7 @@
 
 It takes its `Task`, and then requests (a method's name and arguments), from a socket that it has
 inherited. The times of steps are the slowest rank's, on all ranks; other answers (`facts`,
-`peak_mb`, `cpu_s`, `timeline`) are each rank's own. What a peer sets for all of its process stays
+`peak_mib`, `cpu_s`, `timeline`) are each rank's own. What a peer sets for all of its process stays
 there: nothing is undone.
 
 On an emulated network a step does not wait for the one before: on a GPU its work is queued while
@@ -229,23 +229,23 @@ class Worker:
             num_recompiles=sum(not re.search(r"/0(_|$)", frame) for frame in frames),
         )
 
-    def peak_mb(self) -> float:
-        """Return the most memory that three steps used; see `device.peak_mb`."""
+    def peak_mib(self) -> float:
+        """Return the most memory that three steps used; see `device.peak_mib`."""
         device.forget_peak(self._device)
         self.steps(1, 2)
-        return device.peak_mb(self._device)
+        return device.peak_mib(self._device)
 
-    def tensors_mb(self) -> float:
+    def tensors_mib(self) -> float:
         """Return the most memory that a step's tensors take on the CPU.
 
         That is all but parameters, optimizer states and batches: activations, gradients, and
         DDP's buckets, which it keeps from step to step unless they are lazy.
         """
         self.steps(1, 0)
-        kept_mb = 0.0
+        kept_mib = 0.0
         if self._peer.has_reducer and not getattr(self._ddp, "lazy_bucket_allocation", False):
-            kept_mb = sum(self.bucket_bytes()) / _MIB
-        return kept_mb + device.allocated_mb(lambda: self.steps(0, 2))
+            kept_mib = sum(self.bucket_bytes()) / _MIB
+        return kept_mib + device.allocated_mib(lambda: self.steps(0, 2))
 
     def cpu_s(self) -> float:
         """Return the processor's time of this process for a step: what launching costs."""

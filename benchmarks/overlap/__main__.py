@@ -197,9 +197,11 @@ def _measure_cell(session: Session, model: str, cap: str, rate: str) -> Cell | N
 def _measure_costs(session: Session) -> Iterator[tuple[str, Cost]]:
     for name, team in list(session.teams.items()):
         with session.failing(name):
-            profiled, cpu_s, peak_mb = (team.ask(what) for what in ("profile", "cpu_s", "peak_mb"))
+            profiled, cpu_s, peak_mib = (
+                team.ask(what) for what in ("profile", "cpu_s", "peak_mib")
+            )
             rate = session.args.rates[-1]  # that of the network now
-            yield name, Cost(rate, cpu_s * 1e3, profiled, peak_mb)
+            yield name, Cost(rate, cpu_s * 1e3, profiled, peak_mib)
 
 
 def _after_all_rates(session: Session, compilation: Compilation) -> Compilation:
@@ -215,8 +217,8 @@ def _after_all_rates(session: Session, compilation: Compilation) -> Compilation:
         if compilation.facts is not None:
             num_recompiles = team.ask("facts").num_recompiles
             facts = compilation.facts._replace(num_recompiles=num_recompiles)
-            compilation = compilation._replace(facts=facts, peak_mb=team.ask("peak_mb"))
-            compilation = compilation._replace(tensors_mb=team.ask("tensors_mb"))
+            compilation = compilation._replace(facts=facts, peak_mib=team.ask("peak_mib"))
+            compilation = compilation._replace(tensors_mib=team.ask("tensors_mib"))
     return compilation
 
 
@@ -257,11 +259,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             for peer in PEERS.values()
             if peer.is_default and (peer.has_reducer or not args.emulated_ranks)
         ]
-    for peer in args.peers:
-        if args.emulated_ranks and not find_peer(peer)[0].has_reducer:
-            parser.error(
-                f"the peer {peer} has no Reducer of DDP's, whose comm hook is the emulated network"
-            )
+    if args.emulated_ranks:
+        for peer in args.peers:
+            found = find_peer(peer)[0]
+            if not found.has_reducer or found.has_hook:
+                parser.error(
+                    f"the peer {peer} has no Reducer of DDP's, or a comm hook of its own, and a "
+                    "comm hook of the Reducer's is the emulated network"
+                )
     return args
 
 

@@ -20,7 +20,7 @@ class Compilation(NamedTuple):
 
     `cold_s` is the time for compiling with an empty cache, `warm_s` with a filled one. On an
     emulated network peers compile beside each other, once, and have no `facts`. A peer that fails
-    on the way has no buckets, no `peak_mb` and no `tensors_mb`.
+    on the way has no buckets, no `peak_mib` and no `tensors_mib`.
     """
 
     model: str
@@ -32,8 +32,8 @@ class Compilation(NamedTuple):
     warm_s: float | None = None
     facts: Facts | None = None
     num_buckets: int | None = None
-    peak_mb: float | None = None
-    tensors_mb: float | None = None
+    peak_mib: float | None = None
+    tensors_mib: float | None = None
 
 
 class Cost(NamedTuple):
@@ -45,7 +45,7 @@ class Cost(NamedTuple):
     rate: str
     cpu_ms: float
     profiled: Summary
-    peak_mb: float
+    peak_mib: float
 
 
 def lines(
@@ -126,8 +126,8 @@ _COLD_AND_WARM: dict[str, Callable[[Any], str]] = {
     "recompiles": lambda compilation: str(compilation.facts.num_recompiles),
     "compile s, cold": lambda compilation: f"{compilation.cold_s:.1f}",
     "warm": lambda compilation: _number_or_dash(compilation.warm_s, ".1f"),
-    "peak memory MB": lambda compilation: _number_or_dash(compilation.peak_mb, ".0f"),
-    "tensors MB": lambda compilation: _number_or_dash(compilation.tensors_mb, ".0f"),
+    "peak memory MiB": lambda compilation: _number_or_dash(compilation.peak_mib, ".0f"),
+    "tensors MiB": lambda compilation: _number_or_dash(compilation.tensors_mib, ".0f"),
     "first loss": lambda compilation: f"{compilation.loss:.5f}",
 }
 _TIMES: dict[str, Callable[[Measured], str]] = {
@@ -147,5 +147,5 @@ _COSTS: dict[str, Callable[[Cost], str]] = {
     "gaps ms": lambda cost: _a_step(cost.profiled.gaps_ms),
     "communication ms": lambda cost: _a_step(cost.profiled.communication_ms),
     "hidden ms": lambda cost: _a_step(cost.profiled.hidden_ms),
-    "peak MB": lambda cost: f"{cost.peak_mb:.0f}",
+    "peak MiB": lambda cost: f"{cost.peak_mib:.0f}",
 }

@@ -85,8 +85,8 @@ def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     assert [cell["rate"] for cell in cells] == ["1gbit", "2gbit"]
     for cell in cells:
         rows = {row["buckets"]: row for row in cell["rows"]}
-        assert {"auto", "default", "1000 MB"} < rows.keys()
-        assert rows["1000 MB"]["num_buckets"] == 1 < rows["0.5 MB"]["num_buckets"]
+        assert {"auto", "default", "1000 MiB"} < rows.keys()
+        assert rows["1000 MiB"]["num_buckets"] == 1 < rows["0.5 MiB"]["num_buckets"]
         measured = [(*row["backwards_s"], row["predicted_backward_s"]) for row in cell["rows"]]
         assert all(min(times_s) > 0 for times_s in measured)
         assert f"| tiny | 2 | {cell['rate']} |" in (tmp_path / "tuning.md").read_text()

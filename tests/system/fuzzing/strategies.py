@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn) -> Case:
         is_input_trained=draw(_sometimes(4)),
         is_input_mutated=draw(_sometimes(6)),
         is_registered_in_reverse=draw(_sometimes(4)),
-        hooks=draw(st.sampled_from(((), (), (), ("gradient",), ("accumulated",)))),
+        hooks=draw(st.sampled_from(((), (), (), *(("gradient",), ("accumulated",), ("writing",))))),
         momentum=draw(st.booleans()),
         clears_to_none=not draw(_sometimes(3)),
         evaluates_between=draw(_sometimes(5)),
@@ -224,6 +224,8 @@ def _possible_blocks(case: Case, kinds: set[str]) -> Case:
         rest = tuple(name for name in case.outputs if name not in ("pair", "jagged"))
         case = dataclasses.replace(case, outputs=rest)
     if case.delayed and "accumulated" in case.hooks:  # DDP gives unused ones a gradient of zeros
+        case = dataclasses.replace(case, hooks=())
+    if "writing" in case.hooks and kinds & {*EFFECTS, "noted"}:  # backward writes and reads too
         case = dataclasses.replace(case, hooks=())
     return case
 

@@ -70,12 +70,17 @@ def leave_group() -> None:
 
 
 class _Training(NamedTuple):
-    """A DDP module, what is called in its place, its parameters by name, and the loop's rest."""
+    """A DDP module, what is called in its place, its parameters by name, and the loop's rest.
+
+    `written` is what "writing" hooks write: the buffers, and each micro-batch's outputs and their
+    gradients.
+    """
 
     ddp: DistributedDataParallel
     forward: Callable[..., Any]
     named: dict[str, nn.Parameter]
     loop: Loop
+    written: list[torch.Tensor]
 
 
 def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
@@ -104,7 +109,7 @@ def train(
         if step == 1 and case.copied:
             _freeze(training.named, reduced, "")
             ddp = _copy(case, training.ddp, group)
-            training = _training(case, ddp, reduced, compile_)
+            training = _training(case, ddp, reduced, compile_, [])
         if case.freezes:
             _freeze(training.named, reduced, _item(case.freezes, step))
         if rank == 0 and _item(case.extras, step):
@@ -125,10 +130,11 @@ def train(
 def _make(case: Case, compile_: Compile, group: dist.ProcessGroup) -> tuple[_Training, set[str]]:
     """Make a model, and what trains it; return the names of what DDP reduces too."""
     model = Model(case)
-    _hook(case, model)
+    written: list[torch.Tensor] = []
+    _hook(case, model, written)
     reduced = {name for name, p in model.named_parameters() if p.requires_grad}
     ddp = _wrap(case, compile_(model) if case.compiles_inside else model, group)
-    return _training(case, ddp, reduced, compile_), reduced
+    return _training(case, ddp, reduced, compile_, written), reduced
 
 
 def _training(
@@ -136,6 +142,7 @@ def _training(
     ddp: DistributedDataParallel,
     reduced: set[str],
     compile_: Compile,
+    written: list[torch.Tensor],
 ) -> _Training:
     named = dict(_module(ddp).named_parameters())
     may_train = [p for name, p in named.items() if name in reduced or "thawed" in case.freezes]
@@ -149,7 +156,7 @@ def _training(
         forward = compile_(_running_both(ddp))
     elif not is_compiled:
         forward = compile_(ddp)
-    return _Training(ddp, forward, named, loop)
+    return _Training(ddp, forward, named, loop, written)
 
 
 def _running_both(ddp: DistributedDataParallel) -> Callable[..., Any]:
@@ -178,7 +185,7 @@ def _train_step(
     generator: torch.Generator,
     rank: int,
 ) -> None:
-    ddp, forward, named, loop = training
+    ddp, forward, named, loop, written = training
     more_rows = rank * case.more_rows[step] if step < len(case.more_rows) else 0
     if step and case.evaluates_between:
         ddp.eval()
@@ -195,6 +202,8 @@ def _train_step(
             _module(ddp).head = part % 2 if case.has_heads else 0
             fed = loop.encode(x)
             output = forward(x=fed) if case.feed == "keyword" else forward(_feed(case, fed))
+            if "writing" in case.hooks:
+                _gather_written(ddp, output, written)
             loss = loop.scale(_note_output(notes, where, output))
             if loss.requires_grad and not case.runs_backward_inside:  # unless all is frozen
                 loss.backward()
@@ -278,8 +287,9 @@ def _chosen(model: nn.Module, which: str) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _hook(case: Case, model: nn.Module) -> None:
+def _hook(case: Case, model: nn.Module, written: list[torch.Tensor]) -> None:
     """Put the hooks of a case on every other parameter."""
+    write = functools.partial(_write, written)
     for module in model.modules():
         if isinstance(module, Noted):
             module.hook()
@@ -288,6 +298,23 @@ def _hook(case: Case, model: nn.Module) -> None:
             parameter.register_hook(lambda gradient: gradient * 1.5)
         if "accumulated" in case.hooks:
             parameter.register_post_accumulate_grad_hook(_count)
+        if "writing" in case.hooks:
+            parameter.register_post_accumulate_grad_hook(write)
+
+
+def _gather_written(ddp: DistributedDataParallel, output: Any, written: list[torch.Tensor]) -> None:
+    """Have "writing" hooks write what backward may have yet to read."""
+    written[:] = [buffer for buffer in ddp.buffers() if buffer.is_floating_point()]
+    for _, value in _flatten("output", output):
+        if type(value) is torch.Tensor and value.is_floating_point() and value.grad_fn is not None:
+            written.append(value)
+            value.register_hook(written.append)
+
+
+def _write(written: list[torch.Tensor], _parameter: torch.Tensor) -> None:
+    """Write as no version shows it, so that eager does not refuse what a compiled backward may."""
+    for tensor in written:
+        tensor.data.mul_(0.75)
 
 
 def _count(parameter: torch.Tensor) -> None:
