@@ -1,4 +1,4 @@
-"""Predicts an iteration of three models on four clusters, for the table in docs/index.md.
+"""Predicts an iteration of three models on four clusters, for the table in docs/simulation.md.
 
 Run `python docs/figures/clusters.py` in the repository: it prints the table, and by how much two
 rules of thumb make iterations longer. Nothing here is measured: models are traced on the meta

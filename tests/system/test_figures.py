@@ -122,7 +122,7 @@ def test_the_table_of_clusters_is_what_its_script_computes(
     clusters = _load("clusters", monkeypatch)
     computation = clusters.profile(list(clusters.MODELS)[column])
     assert computation.num_bytes // 2 == (25_557_032, 354_823_168, 774_030_080)[column]
-    page = (DOCS / "index.md").read_text()
+    page = (DOCS / "simulation.md").read_text()
     for cluster in clusters.CLUSTERS:
         (row,) = re.findall(rf"^\| {cluster.name} (\|.*)\|$", page, re.MULTILINE)
         shown = [float(n) for n in re.findall(r"\d+", row.split("|")[column + 1])]
