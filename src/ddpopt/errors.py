@@ -34,6 +34,13 @@ class RecomputationError(DDPOptError, RuntimeError):
     """
 
 
+class HookError(DDPOptError, RuntimeError):
+    """A hook did what the sections of a backward cannot follow: gradients would be wrong.
+
+    Change the hook as the message says.
+    """
+
+
 class PlanError(DDPOptError, ValueError):
     """A cost, a profile or a plan is invalid, or does not fit the model or the other ranks.
 

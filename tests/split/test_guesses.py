@@ -330,7 +330,7 @@ def test_sections_share_a_compile_only_if_the_same_inputs_are_saved_tensors() ->
     graph.output((graph.call_function(torch.ops.aten.mm.default, (x, y)),))
     gm = fx.GraphModule(nn.Module(), graph)
     sections = [
-        SectionGraph(graph=gm, flow=Flow(takes=takes, keeps=(), drops=(), releases=()))
+        SectionGraph(graph=gm, flow=Flow(takes=takes, keeps=(), drops=(), releases=(), watches=()))
         for takes in ((0, 1), (1, 2), (2, 1), (1, 2))
     ]
     values = [torch.ones(2, 2) for _ in range(3)]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt.errors import Reason
+from ddpopt.errors import HookError, Reason
 from ddpopt.split import compiler
 from ddpopt.split.sections import BackwardSections, choose_backward_sections
 from tests.support.backward_functions import NotesOwnSizeOfWeight, NotesSize
@@ -157,6 +157,20 @@ class Checkpointed(Layers):
             return torch.relu(F.linear(x, layer.weight, self.vectors(k)) + layer.bias)
 
         return run(x) if k == 3 else checkpoint(run, x, use_reentrant=False)
+
+
+class Scales(Layers):
+    """Eager saves the buffer, and a section reads it."""
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * self.vectors(k)
+
+
+class ScalesByCopies(Layers):
+    """Eager saves a copy of each buffer. Inductor leaves the copies out."""
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * self.vectors(k).clone()
 
 
 class Normalized(Layers):
@@ -370,3 +384,90 @@ def test_a_backward_of_a_part_notes_what_stands_before_it(one_rank: None, split:
         sizes.append(ddp.module.size3.clone())
     assert torch.equal(*sizes)
     assert sizes[0] != 1
+
+
+def _halve_input(model: Layers) -> None:
+    model.layers[3].weight.register_post_accumulate_grad_hook(
+        functools.partial(_halve, model, ("given",))
+    )
+
+
+# What a section is yet to read when a hook writes it.
+WRITTEN_TOO_EARLY: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
+    "a buffer": (Scales, _halve_all_vectors),
+    "the input": (Layers, _halve_input),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_TOO_EARLY)
+def test_a_write_to_what_a_section_is_yet_to_read_raises(one_rank: None, name: str) -> None:
+    """As autograd does in eager. It would be silently wrong: all is unpacked before any hook."""
+    kind, hook = WRITTEN_TOO_EARLY[name]
+    eager, ddp = twins(kind(), **CAP)
+    for model in (eager, ddp):
+        hook(model.module)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _train(eager, eager)
+    with pytest.raises(HookError, match=r"tensor of shape \[.*16\] .* written in place"):
+        _train(ddp, _compile(ddp, "auto"))
+
+
+@pytest.mark.slow
+def test_a_write_to_what_was_copied_raises_where_inductor_left_the_copy_out(
+    one_rank: None,
+) -> None:
+    """Eager is right, as it reads the copy; what would be wrong here is refused."""
+    ddp = DistributedDataParallel(ScalesByCopies(), **CAP)
+    _halve_all_vectors(ddp.module)
+    with pytest.raises(HookError, match="may leave such a copy out"):
+        _train(ddp, _compile(ddp, "auto", "inductor"))
+    _train(*[DistributedDataParallel(ScalesByCopies(), **CAP)] * 2)
+
+
+def _halve_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class ReturnsTwo(Layers):
+    """Its outputs may get gradients in one memory. That of the first is that of `added` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(SIZE, SIZE, bias=False)
+        self.added = nn.Parameter(torch.randn(4, SIZE))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(x) + self.added, super().forward(x)
+
+
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_a_hook_may_write_a_gradient_that_shares_memory_with_an_outputs(
+    one_rank: None, split: str
+) -> None:
+    """Autograd gives both outputs views of one tensor, and `added` the first of them."""
+    eager, ddp = twins(ReturnsTwo(), **CAP)
+    for is_compiled, trained in enumerate((eager, ddp)):
+        trained.module.added.register_post_accumulate_grad_hook(_halve_gradient)
+        model = _compile(trained, split) if is_compiled else trained
+        for _ in range(3):
+            trained.zero_grad()
+            one, two = model(torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE))
+            (one.view(-1) + two.view(-1)).square().sum().backward()
+    assert len(only_cut(ddp).sections) >= 3
+    for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_a_hook_that_replaces_the_values_of_a_run_is_named(one_rank: None) -> None:
+    """Hooks on the graph's own autograd node get, and may replace, what leads to the sections."""
+    ddp = DistributedDataParallel(Layers(), **CAP)
+    model = _compile(ddp, "auto")
+    for step in range(4):
+        output = model(torch.ones(4, SIZE))
+        if step < 3:
+            output.sum().backward()
+    output.grad_fn.register_hook(
+        lambda gradients, _: tuple(None if g is None else g * 2 for g in gradients)
+    )
+    with pytest.raises(HookError, match=r"use Tensor\.register_hook"):
+        output.sum().backward()

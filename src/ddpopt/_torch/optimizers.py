@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -25,4 +26,15 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each of these was written to in place, as autograd counts it; 0 if it does not."""
-    return [int(names.TENSOR_VERSION.find(tensor, 0)) for tensor in tensors]
+    tensors = list(tensors)
+    try:
+        return list(map(_version, tensors))
+    except (AttributeError, RuntimeError):  # it has no count, or is one of inference mode
+        return [_version(tensor) if _is_counted(tensor) else 0 for tensor in tensors]
+
+
+_version = operator.attrgetter(names.TENSOR_VERSION.name)
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    return not tensor.is_inference() and names.TENSOR_VERSION.is_in(tensor)

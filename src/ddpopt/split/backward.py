@@ -27,7 +27,13 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.split.facts import ReachableMemory, gradient_nodes, memory_of, repeats_of
+from ddpopt.split.facts import (
+    ReachableMemory,
+    gradient_nodes,
+    memory_of,
+    repeats_of,
+    watched_inputs,
+)
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.split.sections import BackwardSections
@@ -90,6 +96,8 @@ class Flow:
     keeps: tuple[int, ...]
     # The arguments of the forward to which the gradients belong.
     releases: tuple[int, ...]
+    # Of `takes`: what no hook may have written to since this backward began.
+    watches: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +138,9 @@ def make_section_graphs(
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
     slot_of = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
     held_outside = {node for node in inputs if _torch.is_held_outside(node)}
+    tangents = {node for node in inputs if _torch.is_tangent(node)}
+    tangents_last_taken = max((last_taken.get(node, 0) for node in tangents), default=0)
+    watched = watched_inputs(gm, reachable)
 
     sections = []
     for k, nodes in enumerate(made):
@@ -142,14 +153,16 @@ def make_section_graphs(
         for gradient in released[k]:
             value = builder.value_of(gradient)
             # A hook may write to a gradient, so memory that is still needed is not handed out.
-            is_needed = last_taken.get(memory_of(gradient, repeats), k) > k
-            outputs.append(builder.clone_of(value) if is_needed else value)
+            memory = memory_of(gradient, repeats)
+            last = tangents_last_taken if memory in tangents else last_taken.get(memory, k)
+            outputs.append(builder.clone_of(value) if last > k else value)
         flow = Flow(
             takes=tuple(slot_of[node] for node in takes),
             # Values that nobody reads are dropped by the first section.
             drops=tuple(slot for node, slot in slot_of.items() if last_taken.get(node, 0) == k),
             keeps=tuple(slot_of[node] for node in kept[k]),
             releases=chosen.releases[k],
+            watches=tuple(slot_of[node] for node in takes if k and node in watched),
         )
         sections.append(SectionGraph(graph=builder.finish(outputs), flow=flow))
     return tuple(sections)

@@ -524,9 +524,14 @@ class GraphCompiler:
             for index, (place, flow) in enumerate(stored.sections)
         ]
         first_section, *self._further_sections = sections
-        num_kept = sum(len(flow.keeps) for _, flow in stored.sections)
+        flows = [flow for _, flow in stored.sections]
         return run_first_section(
-            first_section, stored.argument_of_output, self._num_inputs, num_kept, self._device
+            first_section,
+            stored.argument_of_output,
+            self._num_inputs,
+            num_kept=sum(len(flow.keeps) for flow in flows),
+            watched={slot for flow in flows for slot in flow.watches},
+            device=self._device,
         )
 
     # ---- Forward -----------------------------------------------------------------------------

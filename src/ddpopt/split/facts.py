@@ -35,6 +35,14 @@ returns is smaller than the copy, the first section makes the call itself.
 (A parameter is not written in a backward before its own gradient is there, and a frozen one not at
 all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.)
 
+All other reads behind a release need a gradient of an output, so they read what eager has saved as
+well. If a hook writes to that, autograd raises in eager. It cannot here: a compiled graph unpacks
+what it has saved once, before any hook. So each section asks for itself, see `watched_inputs`. It
+also raises where eager would not, as the program had made a copy that the compiler left out.
+
+Two tangents may be one tensor, or views of one. So if a gradient is a tangent itself, and any
+tangent is read later, it is released as a copy.
+
 A compiler may make a value in the memory of an argument that the graph writes, see
 `made_in_arguments`. For the program that value and the argument are two tensors, of which it may
 write one. So all that read such a value of the forward's read it in snapshots, and one that a
@@ -392,6 +400,24 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
         number_of={name: number for name, number in number_of.items() if name in tensors},
         made_in_arguments=in_arguments,
     )
+
+
+def watched_inputs(backward: fx.GraphModule, reachable: ReachableMemory) -> set[fx.Node]:
+    """The inputs of which a later section finds out whether a hook has written to them.
+
+    Autograd finds that out of what eager has saved, and raises. Of what a compiled graph has saved
+    it does so before the first section. Not among them are inputs that the graph itself writes,
+    and tangents, which autograd does not watch either.
+    """
+    repeats = repeats_of(backward)
+    written = set()
+    for node in call_nodes(backward.graph):
+        written |= {reachable.find(memory_of(target, repeats)) for target in written_by(node)}
+    return {
+        node
+        for node in backward.graph.find_nodes(op="placeholder")
+        if not _torch.is_tangent(node) and reachable.find(node) not in {None, *written}
+    }
 
 
 def made_in_arguments(gm: fx.GraphModule) -> set[fx.Node]:

@@ -13,7 +13,7 @@ gates in a chain that ends in AOTAutograd's node.
     backward:   section 0 -> s, t accumulate -> section 1 -> u, v accumulate -> section 2 -> ...
 
 The first section returns a *handle* as the token's gradient: a tensor that carries the *run*, the
-list of values on which the other sections of this one backward work. Autograd gives the handle to
+values on which the other sections of this one backward work. Autograd gives the handle to
 gate 1, which passes it on to gate 2, and so on. Accumulation comes before any gate, because
 autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the
 next section starts. An abandoned backward drops the handle, which frees the run's values.
@@ -23,13 +23,14 @@ In the first steps gradients arrive behind all sections, in an order of ours: se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ddpopt import _torch
+from ddpopt.errors import HookError
 from ddpopt.split.backward import Flow
 from ddpopt.steps import sections
 from ddpopt.steps.sections import Label
@@ -38,8 +39,18 @@ TOKEN_DTYPE = torch.float32  # whatever the default is: autograd would convert a
 
 # Takes its values as a list, which it empties.
 Boxed = Callable[[list[Any]], Sequence[Any]]
-# The values of one backward by slot, see `Flow`.
-Run = list[Any]
+
+
+@dataclass(slots=True)
+class Run:
+    """The values of one backward by slot, see `Flow`.
+
+    `versions` says of each slot that a section watches how often its tensor had been written to
+    when the backward began.
+    """
+
+    values: list[Any]
+    versions: dict[int, int]
 
 
 def new_token(device: torch.device) -> torch.Tensor:
@@ -70,9 +81,11 @@ class CompiledSection:
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:
-        values = [run[slot] for slot in self.flow.takes]
+        if self.flow.watches:
+            self._check_unwritten(run)
+        values = [run.values[slot] for slot in self.flow.takes]
         for slot in self.flow.drops:
-            run[slot] = None
+            run.values[slot] = None
         if self.without_autocast:
             with _torch.no_autocast():
                 returned = self.call(values)
@@ -80,8 +93,25 @@ class CompiledSection:
             returned = self.call(values)
         num_kept = len(self.flow.keeps)
         for slot, value in zip(self.flow.keeps, returned, strict=False):
-            run[slot] = value
+            run.values[slot] = value
         return [_in_own_memory(gradient) for gradient in returned[num_kept:]]
+
+    def _check_unwritten(self, run: Run) -> None:
+        """Raise HookError if what this section reads was written to since the backward began."""
+        watched = self.flow.watches
+        versions = _torch.versions(run.values[slot] for slot in watched)
+        for slot, version in zip(watched, versions, strict=True):
+            if version != run.versions[slot]:
+                value = run.values[slot]
+                raise HookError(
+                    f"backward section {self.label.section} of graph {self.label.graph} is yet to "
+                    f"read a tensor of shape {list(value.shape)} ({value.dtype}) to which "
+                    "something has written in place during backward, as a hook may do to a "
+                    "buffer, an input or an output; have the hook assign a new tensor or write "
+                    "after backward, or compile with options={'enabled': False}. Eager mode "
+                    "refuses this too, unless the program had copied the tensor: torch.compile "
+                    "may leave such a copy out"
+                )
 
 
 def _in_own_memory(gradient: Any) -> Any:
@@ -100,19 +130,21 @@ def run_first_section(
     argument_of_output: Sequence[int | None],
     token_argument: int,
     num_kept: int,
+    watched: Collection[int],
     device: torch.device,
 ) -> Boxed:
     """What AOTAutograd is to run as its backward: the first section, and the start of a run.
 
     `argument_of_output` gives the argument to which each gradient that AOTAutograd expects belongs;
-    `num_kept` is how many values all sections keep.
+    `num_kept` is how many values all sections keep, and `watched` are the slots that some watch.
     """
     places = {argument: place for place, argument in enumerate(argument_of_output)}
     gradient_places = [places[argument] for argument in section.flow.releases]
     token_place = places[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
-        run: Run = [*inputs, *[None] * num_kept]
+        versions = _torch.versions(inputs[slot] for slot in watched)
+        run = Run([*inputs, *[None] * num_kept], dict(zip(watched, versions, strict=True)))
         inputs.clear()
         gradients: list[Any] = [None] * len(argument_of_output)
         for place, gradient in zip(gradient_places, section.run(run), strict=True):
@@ -148,7 +180,14 @@ class Gate(torch.autograd.Function):
         section: CompiledSection = ctx.section
         if handle is None:  # the sections before were not asked for
             return (None, None, None, *[None] * len(section.flow.releases))
-        run: Run = handle.ddpopt_run  # type: ignore[attr-defined]  # as above
+        run: Run | None = getattr(handle, "ddpopt_run", None)
+        if run is None:
+            raise HookError(
+                "a hook on the autograd node of a compiled graph (grad_fn.register_hook, or "
+                "the old Module.register_backward_hook) has returned gradients in place of "
+                "those that it got, one of which is ddpopt's own; use Tensor.register_hook or "
+                "Module.register_full_backward_hook"
+            )
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refuse_double_backward(lambda: section.run(run), handle)
         else:

@@ -41,6 +41,7 @@ from ddpopt.split.facts import (
     memory_of,
     read_backward,
     repeats_of,
+    watched_inputs,
 )
 from ddpopt.split.nodes import (
     IS_COPY,
@@ -75,8 +76,9 @@ def prove_backward(
     """Show that a backward's sections release its gradients, each where the cut says.
 
     Memory that was handed out with a gradient must not be read any more: DDP writes the reduced
-    gradient to it. Nor must a parameter whose gradient was released: a hook may update it. And no
-    section keeps for later ones what its compiler may have put into memory of the program's.
+    gradient to it. Nor must a parameter whose gradient was released: a hook may update it. No
+    section keeps for later ones what its compiler may have put into memory of the program's. And
+    each finds out whether a hook has written to what it reads of the program's.
 
     Args:
         gm: the whole backward graph.
@@ -108,11 +110,11 @@ def prove_backward(
     split = _Program(numbers, memory_made_by, writes_back)
 
     # The whole graph: what each gradient is to be.
-    inputs = []
-    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        number = reachable.find(node)
-        memory = next(new_places) if number is None else ("reachable", number)
-        inputs.append(_Value(whole.number(("input", place)), (memory,)))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    memories = (_memory_of_input(node, reachable, new_places) for node in placeholders)
+    inputs = [_Value(whole.number(("input", k)), memory) for k, memory in enumerate(memories)]
+    watched = watched_inputs(gm, reachable)
+    watched_slots = {slot for slot, node in enumerate(placeholders) if node in watched}
     value_of_output = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
     expected = {a: whole.expression_of(value_of_output[n]) for a, n in gradient_nodes(gm).items()}
 
@@ -128,6 +130,8 @@ def prove_backward(
         taken = [slots[slot] for slot in flow.takes]
         read = {place for value in taken for place in value.memory}
         _require(read.isdisjoint(handed_out), f"{description} reads what was handed out")
+        watches = watched_slots & {*flow.takes} if described.index else set()
+        _require(watches == {*flow.watches}, f"{description} watches other inputs")
         for slot in flow.drops:
             slots.pop(slot, None)
         split.section = described.index
@@ -158,6 +162,15 @@ def prove_backward(
     _require_order(
         read_backward(gm, reachable, parameters), call_nodes(gm.graph), whole, split, released_in
     )
+
+
+def _memory_of_input(
+    node: fx.Node, reachable: ReachableMemory, new_places: Iterator[int]
+) -> tuple[Hashable, ...]:
+    """The memory of an input of a backward. Two tangents may share it."""
+    number = reachable.find(node)
+    memory: Hashable = next(new_places) if number is None else ("reachable", number)
+    return (memory, "any tangent's") if _torch.is_tangent(node) else (memory,)
 
 
 def _require_order(
