@@ -127,6 +127,17 @@ def test_no_cut_moves_past_a_call_with_effects_for_bytes() -> None:
         assert _sections(_choose(without, [[0], [1]])) == moved
 
 
+def test_no_cut_moves_past_where_a_gradient_in_no_bucket_is_released_for_bytes() -> None:
+    """Gradient 2 is there after call 0, but its parameter is read by call 2. Its hook may send."""
+    reads = [{}, {0: NO}, {1: NO}, {2: NO}, {3: NO}]
+    gradients = {0: (1,), 1: (4,), 2: (0,)}
+    for sizes in ([1, 9, 9, 1, 1], [9, 1, 1, 9, 9]):
+        chosen = _choose(_facts(reads, gradients, sizes, memory_reads={2: (2,)}), [[0], [1]])
+        assert _sections(chosen) == [[0, 1], [2, 3, 4]]
+        assert isinstance(chosen, BackwardSections)
+        assert chosen.releases == ((0,), (1, 2))
+
+
 def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
     """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
     reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
@@ -240,17 +251,20 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
 
 
 @given(_random_facts(), st.randoms(use_true_random=False))
-def test_sizes_do_not_decide_in_which_section_an_effect_is(
+def test_sizes_do_not_decide_in_which_section_an_effect_or_a_release_is(
     drawn: tuple[BackwardFacts, list[list[int]]], random: Random
 ) -> None:
     """Ranks whose batches differ have the same calls with effects between the same releases."""
     facts, buckets = drawn
     others = dataclasses.replace(facts, num_bytes=[random.randrange(9) for _ in facts.num_bytes])
-    effects = []
+    seen = []
     for chosen in (_choose(facts, buckets), _choose(others, buckets)):
-        sections = [] if isinstance(chosen, Reason) else _sections(chosen)
-        effects.append([[c for c in calls if facts.is_ordered[c]] for calls in sections])
-    assert effects[0] == effects[1]
+        if isinstance(chosen, Reason):
+            seen.append(chosen)
+        else:
+            effects = [[c for c in calls if facts.is_ordered[c]] for calls in _sections(chosen)]
+            seen.append((effects, chosen.releases))
+    assert seen[0] == seen[1]
 
 
 @given(_random_facts())

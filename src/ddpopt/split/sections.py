@@ -15,7 +15,8 @@ possible without changing any arithmetic.
 The boundary after stage k may move later, up to the first gradient of the next stage, to where the
 fewest bytes have to be kept for later sections. It never moves past a call with effects, which may
 communicate: bytes differ between ranks, and on which side of a bucket's allreduce such a call is
-made must not. Everything is linear in the graph's size.
+made must not. Nor past the place from which a gradient that is in no bucket may be released, for
+whose hook the same holds. Everything is linear in the graph's size.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ def choose_backward_sections(
     # The end of each stage in that order.
     num_calls = collections.Counter(stage[call] for call in order)
     ends = list(itertools.accumulate(num_calls[k] for k in range(len(bucket_parts))))
-    inner_bounds = _choose_bounds(facts, order, ends)
+    ready_places = _ready_places(facts, order, in_buckets={*itertools.chain(*released)})
+    inner_bounds = _choose_bounds(facts, order, ends, {*ready_places.values()})
     if not inner_bounds:
         raise NotCutError(Reason.COMPLETE_TOGETHER)
     bounds = [0, *inner_bounds, len(order)]
@@ -186,7 +188,7 @@ def choose_backward_sections(
     return BackwardSections(
         order=tuple(order),
         sections=sections,
-        releases=_choose_releases(facts, order, bounds, released_in),
+        releases=_choose_releases(facts, bounds, released_in, ready_places),
         late_forward_reads={
             call: arguments
             for call, arguments in facts.forward_reads.items()
@@ -310,11 +312,45 @@ def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
     return order
 
 
-def _choose_bounds(facts: BackwardFacts, order: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """The boundaries in `order`: behind each stage but the last, the cheapest one allowed."""
+def _ready_places(
+    facts: BackwardFacts, order: Sequence[int], in_buckets: Collection[int]
+) -> dict[int, int]:
+    """For the gradients that are in no bucket: from which place in `order` on each may be released.
+
+    Behind that it exists, its argument is no longer read, and all has run that stands before its
+    release.
+    """
+    place_of = {call: place for place, call in enumerate(order)}
+    # How far in `order` the calls are that stand before each place of the graph.
+    bound_calls = sorted(facts.pinned_places, key=facts.pinned_places.__getitem__)
+    stands_at = [facts.pinned_places[call] for call in bound_calls]
+    reached = list(itertools.accumulate((place_of[c] for c in bound_calls), max, initial=0))
+    places = {}
+    for argument, calls in facts.gradients.items():
+        if argument not in in_buckets:
+            num_before = bisect.bisect_right(stands_at, facts.release_places[argument])
+            needed = (*calls, *facts.memory_reads.get(argument, ()))
+            places[argument] = max(reached[num_before], *(place_of[call] for call in needed), 0)
+    return places
+
+
+def _choose_bounds(
+    facts: BackwardFacts,
+    order: Sequence[int],
+    ends: Sequence[int],
+    ready_places: Collection[int],
+) -> list[int]:
+    """The boundaries in `order`: behind each stage but the last, the cheapest one allowed.
+
+    Bytes may differ among ranks. So for bytes no boundary moves past what a hook may tell: a
+    gradient, a place from which one may be released, a call with effects.
+    """
     costs = _bound_costs(facts, order)
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
-    stops = [call in gradients or facts.is_ordered[call] for call in order]
+    stops = [
+        call in gradients or facts.is_ordered[call] or place in ready_places
+        for place, call in enumerate(order)
+    ]
     bounds: set[int] = set()
     for end, following in itertools.pairwise(sorted(set(ends))):
         if end <= max(bounds, default=-1):
@@ -364,27 +400,18 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, 
 
 def _choose_releases(
     facts: BackwardFacts,
-    order: Sequence[int],
     bounds: Sequence[int],
     released_in: Mapping[int, int],
+    ready_places: Mapping[int, int],
 ) -> tuple[tuple[int, ...], ...]:
     """The arguments whose gradients each section releases.
 
-    Those of buckets are `released_in` the given sections. Any other gradient is released as soon as
-    it exists, its argument is no longer read, and all has run that stands before its release.
+    Those of buckets are `released_in` the given sections, any other one in the first that can.
     """
-    place_of = {call: place for place, call in enumerate(order)}
-    # How far in `order` the calls are that stand before each place of the graph.
-    bound_calls = sorted(facts.pinned_places, key=facts.pinned_places.__getitem__)
-    stands_at = [facts.pinned_places[call] for call in bound_calls]
-    reached = list(itertools.accumulate((place_of[c] for c in bound_calls), max, initial=0))
     releases: list[list[int]] = [[] for _ in bounds[1:]]
-    for argument, calls in facts.gradients.items():
+    for argument in facts.gradients:
         section = released_in.get(argument)
         if section is None:
-            num_before = bisect.bisect_right(stands_at, facts.release_places[argument])
-            needed = (*calls, *facts.memory_reads.get(argument, ()))
-            ready_at = max(reached[num_before], *(place_of[call] for call in needed), 0)
-            section = bisect.bisect_right(bounds, ready_at) - 1
+            section = bisect.bisect_right(bounds, ready_places[argument]) - 1
         releases[section].append(argument)
     return tuple(tuple(sorted(arguments)) for arguments in releases)
