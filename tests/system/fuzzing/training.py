@@ -311,10 +311,11 @@ def _gather_written(ddp: DistributedDataParallel, output: Any, written: list[tor
             value.register_hook(written.append)
 
 
+@torch.no_grad()
 def _write(written: list[torch.Tensor], _parameter: torch.Tensor) -> None:
-    """Write as no version shows it, so that eager does not refuse what a compiled backward may."""
+    """Write all of it in place. If eager has saved some, it raises, and the case is discarded."""
     for tensor in written:
-        tensor.data.mul_(0.75)
+        tensor.mul_(0.75)
 
 
 def _count(parameter: torch.Tensor) -> None:
