@@ -150,6 +150,7 @@ def _compiler(inner: str) -> Any:
 _cut, _tuned = compile_split("backward"), compile_split("backward", buckets="auto")
 _with_views = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
 _lazily = functools.partial(_with_views, lazy_bucket_allocation=True)  # from torch 2.15 on
+_in_batches = functools.partial(_lazily, batched_grad_copy=True)
 _adamw_by_bucket = functools.partial(AdamWByBucket, fused=True)
 _zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, fused=True)
 _fsdp2 = _by_layer(fully_shard, reshard_after_forward=False)
@@ -183,6 +184,15 @@ _ALL = (
         "ddpopt, tuned, lazy buckets",
         _tuned,
         _lazily,
+        is_tuned=True,
+        is_ours=True,
+        is_default=False,
+    ),
+    Peer(
+        "batched",
+        "ddpopt, tuned, lazy buckets, batched copies",
+        _tuned,
+        _in_batches,
         is_tuned=True,
         is_ours=True,
         is_default=False,
