@@ -33,7 +33,7 @@ from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
 from ddpopt.split.arrival import final_positions, order_arrival
 from ddpopt.split.backward import make_section_graphs
 from ddpopt.split.cut import Cut
-from ddpopt.split.facts import read_backward
+from ddpopt.split.facts import ReachableMemory, read_backward
 from ddpopt.split.proof import prove_backward
 from ddpopt.split.sections import choose_backward_sections
 
@@ -108,19 +108,20 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         for i in range(num_layers)
     ]
     arguments = {i: i for i in range(num_layers)}
+    reachable = ReachableMemory(number_of={f"primals_{i}": i for i in range(num_layers)})
     rules = ReducerRules(caps_bytes=(_cap_bytes(num_calls, num_sections),), is_rebuilt=True)
     num_made = []
 
     def once() -> float:
         start = time.thread_time()
-        facts = read_backward(gm, {})
+        facts = read_backward(gm, reachable)
         final = final_positions(facts, arguments, ())
         buckets = predict_buckets(order_arrival(parameters, final), rules)
         cuts = choose_backward_sections(facts, buckets, arguments, final)
-        sections = make_section_graphs(gm, cuts, {})
+        sections = make_section_graphs(gm, cuts, reachable)
         arrival = tuple(parameters)
         plan = Cut(graph="", inner="", num_nodes=0, sections=cuts.sections, arrival=arrival)
-        prove_backward(gm, plan, sections, {}, arguments)
+        prove_backward(gm, plan, sections, reachable, arguments)
         num_made.append(len(sections))
         return time.thread_time() - start
 
