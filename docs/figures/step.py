@@ -1,12 +1,13 @@
 r"""Draws an iteration as `torch.compile` makes it by itself, and one with ddpopt's tuned buckets.
 
     sudo python -m benchmarks.overlap --models gpt70 --rates 1gbit --caps default \
-        --peers nosplit,intree,backward,auto,replicate,simplefsdp,simplefsdp:gbit=1 \
-        --rounds 5 --budget-s 60 --output build/step
+        --peers nosplit,intree,backward,auto,replicate,simplefsdp,simplefsdp:gbit=1,bylayer \
+        --rounds 4 --budget-s 40 --output build/step
     python docs/figures/step.py build/step/overlap.json
 
 The times above the bars are the benchmark's medians; the bars are one step that it recorded, and
-the median of the optimizer. Both come from the run that README's table is taken from. Needs
+the median of the optimizer. The medians come from the run that README's table is taken from; so
+did the step, until other work fell into it on 2026-11-27: that one is of a run an hour later. Needs
 matplotlib.
 
 docs/images/page.png is the page with which `make demo` ends:
