@@ -81,15 +81,15 @@ def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     run = _start("-m", "benchmarks.overlap.tuning", *options, "--output", str(tmp_path))
     text, _ = run.communicate()
     assert run.returncode == 0, text
-    cells = json.loads((tmp_path / "tuning.json").read_text())["cells"]
+    cells = json.loads((tmp_path / "overlap.tuning.json").read_text())["cells"]
     assert [cell["rate"] for cell in cells] == ["1gbit", "2gbit"]
     for cell in cells:
-        rows = {row["buckets"]: row for row in cell["rows"]}
+        rows = cell["rows"]
         assert {"auto", "default", "1000 MiB"} < rows.keys()
         assert rows["1000 MiB"]["num_buckets"] == 1 < rows["0.5 MiB"]["num_buckets"]
-        measured = [(*row["backwards_s"], row["predicted_backward_s"]) for row in cell["rows"]]
+        measured = [(*row["backwards_s"], row["predicted_backward_s"]) for row in rows.values()]
         assert all(min(times_s) > 0 for times_s in measured)
-        assert f"| tiny | 2 | {cell['rate']} |" in (tmp_path / "tuning.md").read_text()
+        assert f"| tiny | 2 | {cell['rate']} |" in (tmp_path / "overlap.tuning.md").read_text()
 
 
 @pytest.mark.nightly
