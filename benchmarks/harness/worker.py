@@ -2,8 +2,8 @@
 
 It takes its `Task`, and then requests (a method's name and arguments), from a socket that it has
 inherited. The times of steps are the slowest rank's, on all ranks; other answers (`facts`,
-`peak_mib`, `cpu_s`, `timeline`) are each rank's own. What a peer sets for all of its process stays
-there: nothing is undone.
+`peak_mib`, `tensors_mib`, `cpu_s`, `timeline`) are each rank's own. What a peer sets for all of its
+process stays there: nothing is undone.
 
 On an emulated network a step does not wait for the one before: on a GPU its work is queued while
 that is computed, as in training, and an iteration is from the end of a step to that of the next.

@@ -217,8 +217,10 @@ def _after_all_rates(session: Session, compilation: Compilation) -> Compilation:
         if compilation.facts is not None:
             num_recompiles = team.ask("facts").num_recompiles
             facts = compilation.facts._replace(num_recompiles=num_recompiles)
-            compilation = compilation._replace(facts=facts, peak_mib=team.ask("peak_mib"))
-            compilation = compilation._replace(tensors_mib=team.ask("tensors_mib"))
+            peak_mib, tensors_mib = team.ask("peak_mib"), team.ask("tensors_mib")
+            compilation = compilation._replace(
+                facts=facts, peak_mib=peak_mib, tensors_mib=tensors_mib
+            )
     return compilation
 
 

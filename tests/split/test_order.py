@@ -417,11 +417,12 @@ def test_a_write_to_what_was_copied_raises_where_inductor_left_the_copy_out(
     one_rank: None,
 ) -> None:
     """Eager is right, as it reads the copy; what would be wrong here is refused."""
-    ddp = DistributedDataParallel(ScalesByCopies(), **CAP)
-    _halve_all_vectors(ddp.module)
+    eager, ddp = twins(ScalesByCopies(), **CAP)
+    for model in (eager, ddp):
+        _halve_all_vectors(model.module)
+    _train(eager, eager)
     with pytest.raises(HookError, match="may leave such a copy out"):
         _train(ddp, _compile(ddp, "auto", "inductor"))
-    _train(*[DistributedDataParallel(ScalesByCopies(), **CAP)] * 2)
 
 
 def _halve_gradient(parameter: torch.Tensor) -> None:

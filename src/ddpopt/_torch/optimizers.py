@@ -24,6 +24,9 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return names.STEP_HOOKS.is_in(optimizer) and names.IS_HOOKED.is_in(type(optimizer).step)
 
 
+_version = operator.attrgetter(names.TENSOR_VERSION.name)  # one call a tensor, in each backward
+
+
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each of these was written to in place, as autograd counts it; 0 if it does not."""
     tensors = list(tensors)
@@ -31,9 +34,6 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):  # it has no count, or is one of inference mode
         return [_version(tensor) if _is_counted(tensor) else 0 for tensor in tensors]
-
-
-_version = operator.attrgetter(names.TENSOR_VERSION.name)
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:

@@ -37,8 +37,9 @@ all, by anybody that we know of. Copies of all that are frozen may take more mem
 
 All other reads behind a release need a gradient of an output, so they read what eager has saved as
 well. If a hook writes to that, autograd raises in eager. It cannot here: a compiled graph unpacks
-what it has saved once, before any hook. So each section asks for itself, see `watched_inputs`. It
-also raises where eager would not, as the program had made a copy that the compiler left out.
+what it has saved once, before any hook. So each section finds out for itself, see `watched_inputs`,
+and raises. It does so too where eager reads a copy that the program has made, if the compiler has
+left that copy out.
 
 Two tangents may be one tensor, or views of one. So if a gradient is a tangent itself, and any
 tangent is read later, it is released as a copy.

@@ -31,6 +31,7 @@ PLAIN = (
 )
 EFFECTS = ("counted", "noisy", "ordered", "told", "checked", "linalg", "linalg")
 COLLECTIVES = ("collective", "statistics")
+_HOOKS = (("gradient",), ("accumulated",), ("writing",))
 BREAKS = ("break", "hooked")  # each makes some graphs more, so there is one a case at most
 _IN_CHECKPOINT = (*PURE, "again", "tied", "convolution", "image", "embedding")
 _DTYPES = (DTYPES[0], *DTYPES)  # half of all blocks are of float32
@@ -112,7 +113,7 @@ def cases(draw: st.DrawFn) -> Case:
         is_input_trained=draw(_sometimes(4)),
         is_input_mutated=draw(_sometimes(6)),
         is_registered_in_reverse=draw(_sometimes(4)),
-        hooks=draw(st.sampled_from(((), (), (), *(("gradient",), ("accumulated",), ("writing",))))),
+        hooks=draw(st.sampled_from(((), (), (), *_HOOKS))),
         momentum=draw(st.booleans()),
         clears_to_none=not draw(_sometimes(3)),
         evaluates_between=draw(_sometimes(5)),
