@@ -6,6 +6,7 @@ was cut.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
 import itertools
@@ -460,6 +461,37 @@ def test_an_abandoned_backward_keeps_nothing_and_the_next_step_is_right(
     for forward in (eager, compiled):
         _loss(forward(_input())).backward()
     torch.testing.assert_close(_named_gradients(ddp), _named_gradients(eager))
+
+
+def test_sections_find_the_context_in_which_backward_began(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AOTAutograd's whole backward does: settings of torch are context variables.
+
+    What a hook sets between sections stands for the settings of another of autograd's threads.
+    """
+    _, ddp, compiled = _settled_pair(MLP(4, SIZE))
+    setting = contextvars.ContextVar("setting", default="default")
+
+    def hook(_: torch.Tensor) -> None:
+        setting.set("hook's")
+
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    found: list[str] = []
+    run_section = gates.CompiledSection.run
+
+    def noting(section: gates.CompiledSection, run: gates.Run) -> Sequence[Any]:
+        found.append(setting.get())
+        return run_section(section, run)
+
+    monkeypatch.setattr(gates.CompiledSection, "run", noting)
+    loss = _loss(compiled(_input()))
+    setting.set("program's")
+    loss.backward()
+    assert setting.get() == "hook's"
+    assert len(found) > 1
+    assert set(found) == {"program's"}
 
 
 def test_the_default_dtype_may_change_before_backward(one_rank: None) -> None:

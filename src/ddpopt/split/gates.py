@@ -23,8 +23,9 @@ In the first steps gradients arrive behind all sections, in an order of ours: se
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,11 +47,15 @@ class Run:
     """The values of one backward by slot, see `Flow`.
 
     `versions` says of each slot that a section watches how often its tensor had been written to
-    when the backward began.
+    when the backward began. All sections run in `context`, the one in which the first section runs.
+    AOTAutograd runs its backward in the context of whoever called `backward()`, so that settings of
+    torch, which are context variables, hold in it. A gate would otherwise find those of the thread
+    that autograd has for the gate's device.
     """
 
     values: list[Any]
     versions: dict[int, int]
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
 def new_token(device: torch.device) -> torch.Tensor:
@@ -189,9 +194,9 @@ class Gate(torch.autograd.Function):
                 "Module.register_full_backward_hook"
             )
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = refuse_double_backward(lambda: section.run(run), handle)
+            gradients = refuse_double_backward(lambda: run.context.run(section.run, run), handle)
         else:
-            gradients = section.run(run)
+            gradients = run.context.run(section.run, run)
         return (None, None, None if ctx.is_last else handle, *gradients)
 
 
