@@ -32,7 +32,7 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward import SectionGraph
-from ddpopt.split.cut import Cut
+from ddpopt.split.cut import Cut, Section
 from ddpopt.split.facts import (
     BackwardFacts,
     ReachableMemory,
@@ -113,55 +113,87 @@ def prove_backward(
     placeholders = gm.graph.find_nodes(op="placeholder")
     memories = (_memory_of_input(node, reachable, new_places) for node in placeholders)
     inputs = [_Value(whole.number(("input", k)), memory) for k, memory in enumerate(memories)]
-    watched = watched_inputs(gm, reachable)
-    watched_slots = {slot for slot, node in enumerate(placeholders) if node in watched}
     value_of_output = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
     expected = {a: whole.expression_of(value_of_output[n]) for a, n in gradient_nodes(gm).items()}
 
     # The sections, one after the other, as they will run.
+    watched = watched_inputs(gm, reachable)
+    watched_slots = {slot for slot, node in enumerate(placeholders) if node in watched}
+    run = _Run(split, watched_slots, slots=dict(enumerate(inputs)))
     argument_by_name = {p.name: arguments[p.index] for p in cut.arrival}
-    slots: dict[int, Any] = dict(enumerate(inputs))
-    released: dict[int, Hashable] = {}
-    released_in: dict[int, int] = {}
-    handed_out: set[Hashable] = set()
     for section, described in zip(sections, cut.sections, strict=True):
+        due = {argument_by_name[name] for name in described.parameters}
+        run.add(section, described, due, views[section.graph.graph])
+
+    _require(run.released == expected, "gradients are missing, or computed otherwise")
+    _require(whole.effects == split.effects, "calls with effects differ, or their order")
+    _require(whole.writes == split.writes, "what is written to arguments differs")
+    facts = read_backward(gm, reachable, parameters)
+    _require_order(facts, call_nodes(gm.graph), whole, split, run.released_in)
+
+
+@dataclass
+class _Run:
+    """A run of a backward's sections, as `gates.Run` is one, but symbolic."""
+
+    program: _Program
+    # The slots whose tensors later sections than the first have to watch when they read them.
+    watched_slots: AbstractSet[int]
+    # What there is for the next section, by slot (see `Flow`).
+    slots: dict[int, _Value]
+    # The gradients that were released, by argument of the forward, and in which sections.
+    released: dict[int, Hashable] = field(default_factory=dict)
+    released_in: dict[int, int] = field(default_factory=dict)
+    # The memory that others may write now: that of these gradients, and of their parameters.
+    handed_out: set[Hashable] = field(default_factory=set)
+
+    def add(
+        self,
+        section: SectionGraph,
+        described: Section,
+        due: AbstractSet[int],
+        views: AbstractSet[fx.Node],
+    ) -> None:
+        """Run the next section; require that it does what the cut says of it.
+
+        `due` are the gradients that it has to release, and `views` the views among its calls.
+        """
         flow, description = section.flow, f"backward section {described.index}"
-        _require(slots.keys() >= {*flow.takes}, f"{description} reads a value that is not there")
-        taken = [slots[slot] for slot in flow.takes]
+
+        _require(
+            self.slots.keys() >= {*flow.takes}, f"{description} reads a value that is not there"
+        )
+        taken = [self.slots[slot] for slot in flow.takes]
         read = {place for value in taken for place in value.memory}
-        _require(read.isdisjoint(handed_out), f"{description} reads what was handed out")
-        watches = watched_slots & {*flow.takes} if described.index else set()
+        _require(read.isdisjoint(self.handed_out), f"{description} reads what was handed out")
+        watches = self.watched_slots & {*flow.takes} if described.index else set()
         _require(watches == {*flow.watches}, f"{description} watches other inputs")
         for slot in flow.drops:
-            slots.pop(slot, None)
-        split.section = described.index
-        returned = split.run(section.graph, taken)
+            self.slots.pop(slot, None)
+
+        self.program.section = described.index
+        returned = self.program.run(section.graph, taken)
+        _require(
+            self.program.num_fixed[-1] == described.num_fixed,
+            f"{description} has other calls with effects",
+        )
+
         num_kept = len(flow.keeps)
-        slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
-        kept = output_values(section.graph)[:num_kept]
-        makers = {memory_of(node, views[section.graph.graph]) for node in kept}
+        self.slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
+        makers = {memory_of(node, views) for node in output_values(section.graph)[:num_kept]}
         _require(
             makers.isdisjoint(made_in_arguments(section.graph)),
             f"{description} keeps what may be in memory that the program can reach",
         )
-        for argument, gradient in zip(flow.releases, returned[num_kept:], strict=True):
-            _require(argument not in released, f"{description} releases gradient {argument} again")
-            released[argument] = split.expression_of(gradient)
-            released_in[argument] = described.index
-            handed_out.update((*gradient.memory, ("reachable", argument)))
-        due = {argument_by_name[name] for name in described.parameters}
-        _require(due <= {*flow.releases}, f"{description} does not release what is planned")
-        _require(
-            split.num_fixed[-1] == described.num_fixed,
-            f"{description} has other calls with effects",
-        )
 
-    _require(released == expected, "gradients are missing, or computed otherwise")
-    _require(whole.effects == split.effects, "calls with effects differ, or their order")
-    _require(whole.writes == split.writes, "what is written to arguments differs")
-    _require_order(
-        read_backward(gm, reachable, parameters), call_nodes(gm.graph), whole, split, released_in
-    )
+        for argument, gradient in zip(flow.releases, returned[num_kept:], strict=True):
+            _require(
+                argument not in self.released, f"{description} releases gradient {argument} again"
+            )
+            self.released[argument] = self.program.expression_of(gradient)
+            self.released_in[argument] = described.index
+            self.handed_out.update((*gradient.memory, ("reachable", argument)))
+        _require(due <= {*flow.releases}, f"{description} does not release what is planned")
 
 
 def _memory_of_input(
