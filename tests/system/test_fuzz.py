@@ -21,6 +21,7 @@ from tests.system.fuzzing.kept import KEPT
 from tests.system.fuzzing.spec import Block, Case
 
 NUM_CASES = 16
+NUM_PLANTED = 48  # the cases among which a planted bug shows; it is over at the first that does
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_what_once_failed_stays_right(fresh_ranks: Ranks, name: str) -> None:
 def test_planted_bugs_are_found(fresh_ranks: Ranks, bug: str) -> None:
     """They are within the number of cases that are run here; a graph that is whole has none."""
     campaign = Campaign(lambda case: run_case(fresh_ranks, case, bug), simplify_s=0)
-    numbers = [n for n in range(NUM_CASES) if n not in _findings or _is_split(_findings[n])]
+    numbers = [n for n in range(NUM_PLANTED) if n not in _findings or _is_split(_findings[n])]
     failures = (campaign.try_case(number) for number in numbers)
     failure = next((failure for failure in failures if failure is not None), None)
     assert failure is not None
