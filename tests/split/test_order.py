@@ -159,6 +159,20 @@ class Checkpointed(Layers):
         return run(x) if k == 3 else checkpoint(run, x, use_reentrant=False)
 
 
+class CheckpointedNorms(Layers):
+    """Each layer is made again in backward, where its batch norm is given its running averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(SIZE) for _ in range(4))
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.norms[k](layer(x)))
+
+        return checkpoint(run, x, use_reentrant=False)
+
+
 class Scales(Layers):
     """Eager saves the buffer, and a section reads it."""
 
@@ -330,6 +344,18 @@ def test_running_statistics_have_no_snapshots(
     assert not sections.late_forward_reads
 
 
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_checkpointed_batch_norms_are_cut(one_rank: None, split: str) -> None:
+    """They write to nothing when they are made again. Eager averages twice, so unsplit decides."""
+    unsplit, ddp = twins(CheckpointedNorms(), **CAP)
+    options = {"enabled": False, "inner": "aot_eager"}
+    expected = _train(unsplit, torch.compile(unsplit, backend="ddpopt", options=options))
+    assert_equal_states(_train(ddp, _compile(ddp, split)), expected)
+    cut = only_cut(ddp)
+    assert cut.split == ("forward" if split == "forward" else "backward")
+    assert len(cut.sections) >= 3
+
+
 def test_a_cut_without_snapshots_is_not_accepted(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +465,91 @@ class ReturnsTwo(Layers):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.head(x) + self.added, super().forward(x)
+
+
+class ScalesByTrained(Layers):
+    """Scales by a parameter that it does not train, and of which eager saves what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(SIZE, SIZE))
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = layer.weight * torch.sigmoid(self.scale.detach()) if k == 1 else layer.weight
+        return F.linear(x, weight, layer.bias)
+
+
+@torch.no_grad()
+def _update_by_data(parameter: torch.Tensor) -> None:
+    parameter.data.sub_(parameter.grad)  # not counted as a write
+
+
+@torch.no_grad()
+def _update(parameter: torch.Tensor) -> None:
+    parameter.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize("hook", [_update_by_data, _update])
+def test_a_hook_may_update_a_parameter_that_something_else_trains(
+    one_rank: None, hook: Callable[[torch.Tensor], None]
+) -> None:
+    """No section makes its gradient, so it may be there before sections that read it have run."""
+    eager, ddp = twins(ScalesByTrained(), **CAP)
+    for is_compiled, trained in enumerate((eager, ddp)):
+        trained.module.scale.register_post_accumulate_grad_hook(hook)
+        model = _compile(trained, "auto") if is_compiled else trained
+        for _ in range(6):
+            trained.zero_grad()
+            output = model(torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE))
+            (output.square().mean() + trained.module.scale.square().sum()).backward()
+    assert only_cut(ddp).split == "backward"
+    assert len(only_cut(ddp).sections) >= 3
+    for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+        torch.testing.assert_close(ours, expected)
+
+
+class AddsRows(torch.autograd.Function):
+    """`x @ weight + rows.sum(0)`, with a gradient of `rows` that no schema calls a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x @ weight + rows.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        product = gradient @ weight.t()
+        half, _ = torch.unsafe_chunk(product, 2)
+        return torch.tanh(product), half, x.t() @ gradient
+
+
+class HasRows(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2, SIZE) / 4)
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 4)
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        return AddsRows.apply(torch.tanh(y), self.rows, self.weight) if k == 2 else y
+
+
+def test_a_hook_may_write_a_gradient_that_an_operator_made_in_anothers_memory(
+    one_rank: None,
+) -> None:
+    """`unsafe_chunk` returns views, and its schema does not say so."""
+    eager, ddp = twins(HasRows(), **CAP)
+    for is_compiled, trained in enumerate((eager, ddp)):
+        trained.module.rows.register_post_accumulate_grad_hook(_halve_gradient)
+        model = _compile(trained, "auto") if is_compiled else trained
+        for _ in range(4):
+            trained.zero_grad()
+            model(torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE)).square().sum().backward()
+    assert len(only_cut(ddp).sections) >= 3
+    for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])

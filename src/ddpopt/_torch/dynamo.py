@@ -360,6 +360,8 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 RUNNING_AVERAGES = ("running_mean", "running_var")
+# How the names of batch norms end that do not write to them.
+_READS_AVERAGES = ("_functional", "_no_training", "_no_update", "_backward")
 
 
 def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
@@ -385,11 +387,12 @@ _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    only_reads_averages = schema.name.endswith(_READS_AVERAGES)
     return tuple(
         (None if argument.kwarg_only else place, argument.name)
         for place, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in RUNNING_AVERAGES
+        or (argument.name in RUNNING_AVERAGES and not only_reads_averages)
     )
 
 
@@ -422,9 +425,13 @@ def is_view(target: object) -> bool:
     """Whether an operator returns memory of its first argument, seen in another shape."""
     if not isinstance(target, _OVERLOAD):
         return False
-    # ATen does not mark `_unsafe_view` as a view: autograd need not know, but it is one.
-    unsafe = names.UNSAFE_VIEW.get().default
-    return bool(names.IS_VIEW.get(target)) or target is unsafe
+    # ATen does not mark these as views: autograd need not know, but they are.
+    unmarked = (
+        names.UNSAFE_VIEW.get().default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    )
+    return bool(names.IS_VIEW.get(target)) or target in unmarked
 
 
 # Parts of the names of ATen's operators: those in the tables of Inductor's pass `reinplace`, torch

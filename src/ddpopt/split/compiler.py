@@ -249,10 +249,12 @@ class GraphCompiler:
         self._gm = gm
         # AOTAutograd may keep this object: of the first batch it has no more than this.
         self._num_inputs = len(example_inputs)
-        # The positions of those that are parameters, trained or frozen.
-        self._parameters = frozenset(
-            place for place, value in enumerate(example_inputs) if isinstance(value, nn.Parameter)
-        )
+        # The positions of those that are parameters, and whether each is trained.
+        self._parameters = {
+            place: value.requires_grad
+            for place, value in enumerate(example_inputs)
+            if isinstance(value, nn.Parameter)
+        }
         self._options = options
         self._state = state.get(ddp)
         self._name = _torch.graph_name(gm)
@@ -431,7 +433,7 @@ class GraphCompiler:
             "what is compiled": dataclasses.replace(self._empty_cut, graph=""),
             "parameters": self._reduced,
             "argument of each parameter": self.argument_of,
-            "arguments that are parameters": sorted(self._parameters),
+            "arguments that are parameters": sorted(self._parameters.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
             "neighbours": (self._later, self._earlier, self._ends_forward),
             "how the Reducer forms buckets": self._state.rules,
@@ -464,7 +466,15 @@ class GraphCompiler:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
 
         reachable = find_reachable(self._forward_outputs, backward)
-        facts = read_backward(backward, reachable, self._parameters)
+        # The gradient of a parameter that is trained, but not by this graph, may be there before it
+        # runs, and a hook then update the parameter.
+        made_here = gradient_nodes(backward).keys()
+        parameters = {
+            place
+            for place, is_trained in self._parameters.items()
+            if place in made_here or not is_trained
+        }
+        facts = read_backward(backward, reachable, parameters)
         final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
@@ -482,7 +492,7 @@ class GraphCompiler:
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, reachable)
-        prove_backward(backward, cut, sections, reachable, self.argument_of, self._parameters)
+        prove_backward(backward, cut, sections, reachable, self.argument_of, parameters)
         text = _text_of_backward(sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         graphs = {"original": self._gm, "original_backward": backward, **pieces}

@@ -33,7 +33,8 @@ input or an output in a later section, it reads a copy of that, a *snapshot*, wh
 section makes. Where no copy is like the original, such as an expanded buffer, or what the call
 returns is smaller than the copy, the first section makes the call itself.
 (A parameter is not written in a backward before its own gradient is there, and a frozen one not at
-all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.)
+all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.
+One that is trained, but whose gradient another graph makes, is like a buffer.)
 
 All other reads behind a release need a gradient of an output, so they read what eager has saved as
 well. If a hook writes to that, autograd raises in eager. It cannot here: a compiled graph unpacks
@@ -476,8 +477,8 @@ def read_backward(
 ) -> BackwardFacts:
     """The facts about a backward graph.
 
-    `reachable` is what `find_reachable` returned, and `parameters` are the arguments that are an
-    `nn.Parameter`.
+    `reachable` is what `find_reachable` returned, and `parameters` are the arguments that are a
+    parameter, frozen or with a gradient in this graph.
     """
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)

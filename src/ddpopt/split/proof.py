@@ -86,7 +86,7 @@ def prove_backward(
         sections: their graphs, in the order in which they run.
         reachable: what `find_reachable` returned for it.
         arguments: each DDP parameter's position among the forward's arguments, by index.
-        parameters: the positions of all parameters, frozen ones as well.
+        parameters: the positions of parameters that are frozen, or have a gradient in the graph.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
