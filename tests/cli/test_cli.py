@@ -309,7 +309,8 @@ def test_calibrate_prints_the_cost_once(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert (printed["backend"], printed["world_size"]) == ("gloo", 2)
-    assert printed["cost"]["s_per_byte"] >= 0  # 0 where the processors do other things
+    # On busy processors the rate may come out as 0, and all of the time as start-up.
+    assert AllreduceCost.from_dict(printed["cost"], "cost").seconds(2**20) > 0
     assert json.loads((folder / "cost.json").read_text()) == printed
 
 

@@ -455,6 +455,35 @@ def _halve_gradient(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
+def _compare_with_a_hook(
+    model: Layers,
+    name: str,
+    hook: Callable[[torch.Tensor], None],
+    loss_of: Callable[[Any, Layers], torch.Tensor],
+    split: str = "auto",
+) -> None:
+    """Train with a hook on one parameter; compare gradients and parameters with eager's.
+
+    `loss_of` takes what the model returns, and the model. Some steps arrive in the Reducer's final
+    buckets, where gradients are released between sections.
+    """
+    eager, ddp = twins(model, **CAP)
+    for trained in (eager, ddp):
+        trained.module.get_parameter(name).register_post_accumulate_grad_hook(hook)
+    compiled = _compile(ddp, split)
+    inputs = torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE)
+    for _ in range(6):
+        for trained, forward in ((eager, eager), (ddp, compiled)):
+            trained.zero_grad()
+            loss_of(forward(inputs), trained.module).backward()
+        for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad)
+            torch.testing.assert_close(ours, expected)
+    cut = only_cut(ddp)
+    assert cut.split == ("forward" if split == "forward" else "backward")
+    assert len(cut.sections) >= 3
+
+
 class ReturnsTwo(Layers):
     """Its outputs may get gradients in one memory. That of the first is that of `added` too."""
 
@@ -494,19 +523,11 @@ def test_a_hook_may_update_a_parameter_that_something_else_trains(
     one_rank: None, hook: Callable[[torch.Tensor], None]
 ) -> None:
     """No section makes its gradient, so it may be there before sections that read it have run."""
-    eager, ddp = twins(ScalesByTrained(), **CAP)
-    for is_compiled, trained in enumerate((eager, ddp)):
-        trained.module.scale.register_post_accumulate_grad_hook(hook)
-        model = _compile(trained, "auto") if is_compiled else trained
-        for _ in range(6):
-            trained.zero_grad()
-            output = model(torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE))
-            (output.square().mean() + trained.module.scale.square().sum()).backward()
-    assert only_cut(ddp).split == "backward"
-    assert len(only_cut(ddp).sections) >= 3
-    for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad)
-        torch.testing.assert_close(ours, expected)
+
+    def loss_of(output: torch.Tensor, model: Layers) -> torch.Tensor:
+        return output.square().mean() + model.scale.square().sum()
+
+    _compare_with_a_hook(ScalesByTrained(), "scale", hook, loss_of)
 
 
 class AddsRows(torch.autograd.Function):
@@ -540,16 +561,9 @@ def test_a_hook_may_write_a_gradient_that_an_operator_made_in_anothers_memory(
     one_rank: None,
 ) -> None:
     """`unsafe_chunk` returns views, and its schema does not say so."""
-    eager, ddp = twins(HasRows(), **CAP)
-    for is_compiled, trained in enumerate((eager, ddp)):
-        trained.module.rows.register_post_accumulate_grad_hook(_halve_gradient)
-        model = _compile(trained, "auto") if is_compiled else trained
-        for _ in range(4):
-            trained.zero_grad()
-            model(torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE)).square().sum().backward()
-    assert len(only_cut(ddp).sections) >= 3
-    for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad)
+    _compare_with_a_hook(
+        HasRows(), "rows", _halve_gradient, lambda output, _: output.square().sum()
+    )
 
 
 @pytest.mark.parametrize("split", ["auto", "forward"])
@@ -557,17 +571,12 @@ def test_a_hook_may_write_a_gradient_that_shares_memory_with_an_outputs(
     one_rank: None, split: str
 ) -> None:
     """Autograd gives both outputs views of one tensor, and `added` the first of them."""
-    eager, ddp = twins(ReturnsTwo(), **CAP)
-    for is_compiled, trained in enumerate((eager, ddp)):
-        trained.module.added.register_post_accumulate_grad_hook(_halve_gradient)
-        model = _compile(trained, split) if is_compiled else trained
-        for _ in range(3):
-            trained.zero_grad()
-            one, two = model(torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE))
-            (one.view(-1) + two.view(-1)).square().sum().backward()
-    assert len(only_cut(ddp).sections) >= 3
-    for ours, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad)
+
+    def loss_of(outputs: tuple[torch.Tensor, torch.Tensor], _: Layers) -> torch.Tensor:
+        one, two = outputs
+        return (one.view(-1) + two.view(-1)).square().sum()
+
+    _compare_with_a_hook(ReturnsTwo(), "added", _halve_gradient, loss_of, split)
 
 
 def test_a_hook_that_replaces_the_values_of_a_run_is_named(one_rank: None) -> None:

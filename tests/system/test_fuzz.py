@@ -21,7 +21,9 @@ from tests.system.fuzzing.kept import KEPT
 from tests.system.fuzzing.spec import Block, Case
 
 NUM_CASES = 16
-NUM_PLANTED = 48  # the cases among which a planted bug shows; it is over at the first that does
+NUM_PLANTED = (
+    48  # a planted bug shows in one of so many cases; the first in which it does is enough
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_what_once_failed_stays_right(fresh_ranks: Ranks, name: str) -> None:
     ],
 )
 def test_planted_bugs_are_found(fresh_ranks: Ranks, bug: str) -> None:
-    """They are within the number of cases that are run here; a graph that is whole has none."""
+    """They are, within `NUM_PLANTED` cases; a graph that is whole has none."""
     campaign = Campaign(lambda case: run_case(fresh_ranks, case, bug), simplify_s=0)
     numbers = [n for n in range(NUM_PLANTED) if n not in _findings or _is_split(_findings[n])]
     failures = (campaign.try_case(number) for number in numbers)

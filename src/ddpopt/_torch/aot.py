@@ -297,7 +297,8 @@ def check_backward(backward: fx.GraphModule) -> None:
     """Raise TorchDriftError if a backward graph lacks a mark that AOTAutograd gives each of them.
 
     Whoever reads the marks one by one could not tell: an input may well have no value, and a call
-    no number. Nor could who compares how often tensors were written to: some have no count.
+    no number. The same goes for the count of writes, which `versions` reads while sections run:
+    some tensors have none.
     """
     names.TENSOR_VERSION.get(torch.empty(0))
     placeholders = backward.graph.find_nodes(op="placeholder")

@@ -360,7 +360,7 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 RUNNING_AVERAGES = ("running_mean", "running_var")
-# How the names of batch norms end that do not write to them.
+# Batch norms that do not write to their running averages have names that end so.
 _READS_AVERAGES = ("_functional", "_no_training", "_no_update", "_backward")
 
 

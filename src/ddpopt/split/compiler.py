@@ -466,15 +466,16 @@ class GraphCompiler:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
 
         reachable = find_reachable(self._forward_outputs, backward)
-        # The gradient of a parameter that is trained, but not by this graph, may be there before it
-        # runs, and a hook then update the parameter.
+        # Nobody writes to these before their gradients are released here. A parameter that is
+        # trained, but not by this graph, is none of them: its gradient may be there while sections
+        # are yet to run, and a hook may then update it.
         made_here = gradient_nodes(backward).keys()
-        parameters = {
+        unwritten = {
             place
             for place, is_trained in self._parameters.items()
             if place in made_here or not is_trained
         }
-        facts = read_backward(backward, reachable, parameters)
+        facts = read_backward(backward, reachable, unwritten)
         final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
@@ -492,7 +493,7 @@ class GraphCompiler:
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, reachable)
-        prove_backward(backward, cut, sections, reachable, self.argument_of, parameters)
+        prove_backward(backward, cut, sections, reachable, self.argument_of, unwritten)
         text = _text_of_backward(sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         graphs = {"original": self._gm, "original_backward": backward, **pieces}
