@@ -342,6 +342,29 @@ def autograd_number(node: fx.Node) -> int | None:
     return number if isinstance(number, int) else None
 
 
+def traced_graph() -> fx.Graph | None:
+    """The graph into which make_fx, for AOTAutograd, is tracing what runs now; None outside."""
+    mode = names.PROXY_MODE.get()()
+    return None if mode is None else names.TRACER.get(mode).graph
+
+
+def set_mark(node: fx.Node, key: str, value: int) -> None:
+    """Mark a node with a number, which the nodes that torch makes of it have as well.
+
+    torch copies these marks where it traces a graph anew, takes a part of it, or replaces a
+    pattern of calls.
+    """
+    marks = node.meta.get(names.CUSTOM.text) or {}
+    node.meta[names.CUSTOM.text] = {**marks, key: value}
+
+
+def mark_of(node: fx.Node, key: str) -> int | None:
+    """The number with which a node was marked, see `set_mark`; None without one."""
+    marks = node.meta.get(names.CUSTOM.text) or {}
+    value = marks.get(key)
+    return value if isinstance(value, int) else None
+
+
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
     """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
     plain = names.PLAIN_INPUT.get()

@@ -421,6 +421,11 @@ def is_effect_token(name: str) -> bool:
     return name in names.EFFECT_TOKENS.text.split()
 
 
+def is_wait(target: object) -> bool:
+    """Whether an operator waits for a functional collective, which was issued before."""
+    return str(target) == names.WAIT_TENSOR.text
+
+
 def is_view(target: object) -> bool:
     """Whether an operator returns memory of its first argument, seen in another shape."""
     if not isinstance(target, _OVERLOAD):

@@ -376,6 +376,8 @@ FAKE_TENSOR_MODE = PrivateName(_FAKE, "FakeTensorMode", Need.SPLIT)
 TO_FAKE_TENSOR = PrivateName(_UTILS, "to_fake_tensor", Need.SPLIT)
 SHAPE_ENV = PrivateName("FakeTensorMode", "shape_env", Need.SPLIT)
 VALUES = PrivateName("ShapeEnv", "backed_var_to_val", Need.SPLIT)
+PROXY_MODE = PrivateName("torch.fx.experimental.proxy_tensor", "get_proxy_mode", Need.BACKWARD)
+TRACER = PrivateName("ProxyTorchDispatchMode", "tracer", Need.BACKWARD)
 MAKE_GRAPH_MODULE = PrivateName("torch.fx._lazy_graph_module", "_make_graph_module", Need.LAZY)
 SYM_NODE = PrivateName("SymInt", "node", Need.SPLIT)
 HINT = PrivateName("SymNode", "hint", Need.BACKWARD)
@@ -515,7 +517,16 @@ VALUE = PrivateText(
     _NODE, "val", Need.BACKWARD, _IS_DRIFT + "its inputs would seem to be in nobody's memory"
 )
 AUTOGRAD_NUMBER = PrivateText(
-    _NODE, "seq_nr", Need.BACKWARD, _IS_DRIFT + "gradients would be released too early for hooks"
+    _NODE, "seq_nr", Need.BACKWARD, _IS_DRIFT + "the proof would not see where autograd nodes end"
+)
+CUSTOM = PrivateText(
+    _NODE, "custom", Need.BACKWARD, _IS_DRIFT + "gradients would be released too early for hooks"
+)
+WAIT_TENSOR = PrivateText(
+    "operator",
+    "_c10d_functional.wait_tensor.default",
+    Need.BACKWARD,
+    "to wait for a collective seems to be one: a backward is cut there as well",
 )
 DESCRIPTION = PrivateText(
     _NODE, "desc", Need.BACKWARD, _IS_DRIFT + "no value that it saves would seem to be an argument"

@@ -35,22 +35,27 @@ from ddpopt.split.facts import (
     watched_inputs,
 )
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
+from ddpopt.split.releases import end_forward, watch_arguments
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.split.sections import BackwardSections
 
 # ---- The token -------------------------------------------------------------------------------
 
 
-def add_token(gm: fx.GraphModule) -> None:
-    """Add the token as last input and, so that it gets a gradient, a copy of it as last output."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    with gm.graph.inserting_after(list(placeholders)[-1]):
+def add_token(gm: fx.GraphModule, watched: Sequence[int] = ()) -> None:
+    """Add the token as last input and, so that it gets a gradient, a copy of it as last output.
+
+    On the token's way through the graph it is noted when the gradients of the arguments `watched`
+    are released, see `releases.py`.
+    """
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    with gm.graph.inserting_after(placeholders[-1]):
         token = gm.graph.placeholder("ddpopt_token")
     _torch.mark_as_new(token)
+    watching = watch_arguments(token, [placeholders[argument] for argument in watched])
     (output,) = gm.graph.find_nodes(op="output")
     with gm.graph.inserting_before(output):
-        # Not the method: AOTAutograd's cache takes only methods of values that Dynamo knows.
-        copied = gm.graph.call_function(torch.ops.aten.clone.default, (token,))
+        copied = end_forward(watching)
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
 

@@ -86,6 +86,7 @@ from ddpopt.split.nodes import (
     uses_streams,
 )
 from ddpopt.split.proof import prove_backward, prove_forward
+from ddpopt.split.releases import ReleaseOrder
 from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
 from ddpopt.split.sections import (
     choose_backward_sections,
@@ -293,6 +294,8 @@ class GraphCompiler:
         self._was_autocast_on = _torch.is_autocast_on()
         # `_cut_backward` sets it: where the token and the gradients are.
         self._device = torch.device("cpu")
+        # When AOTAutograd's trace of the backward released each gradient.
+        self._release_order = ReleaseOrder(())
         # AOTAutograd's callbacks leave these for each other, and for `_cut_backward`.
         self._forward_outputs: Sequence[ForwardOutput] = ()
         self._stored: _StoredCut | None = None
@@ -410,10 +413,17 @@ class GraphCompiler:
         if not are_plain or has_ragged_sizes(traced.graph):
             raise NotCutError(Reason.SUBCLASSES)
         self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
-        add_token(traced)
+        differentiated = [
+            argument
+            for argument, value in enumerate(example_inputs)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        add_token(traced, differentiated)
+        self._release_order = ReleaseOrder(differentiated)
         # AOTAutograd traces, or finds the result in its cache. Meanwhile it calls `edit_forward`,
         # `compile_backward` and `make_backward`.
-        call = aot(traced, [*example_inputs, new_token(self._device)], self)
+        with self._release_order.noting():
+            call = aot(traced, [*example_inputs, new_token(self._device)], self)
         stored = self._stored
         assert stored is not None, "AOTAutograd returned a forward without its backward"
         cut = dataclasses.replace(stored.cut, graph=self._name)  # the cache knows no names
@@ -475,7 +485,9 @@ class GraphCompiler:
             for place, is_trained in self._parameters.items()
             if place in made_here or not is_trained
         }
-        facts = read_backward(backward, reachable, unwritten)
+        order = self._release_order
+        num_released_before = {argument: order.num_before(argument) for argument in made_here}
+        facts = read_backward(backward, reachable, unwritten, num_released_before)
         final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)

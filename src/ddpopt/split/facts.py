@@ -53,6 +53,7 @@ backward makes is not kept for a later section.
 
 from __future__ import annotations
 
+import collections
 import enum
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -81,6 +82,7 @@ from ddpopt.split.nodes import (
     uses_streams,
     written_by,
 )
+from ddpopt.split.releases import num_released_before_call
 
 # ---- Forward ---------------------------------------------------------------------------------
 
@@ -474,11 +476,16 @@ def read_backward(
     gm: fx.GraphModule,
     reachable: ReachableMemory,
     parameters: AbstractSet[int] = frozenset(),
+    num_released_before: Mapping[int, int] = {},
 ) -> BackwardFacts:
     """The facts about a backward graph.
 
-    `reachable` is what `find_reachable` returned, and `parameters` are the arguments that are a
-    parameter, frozen or with a gradient in this graph.
+    Args:
+        gm: the graph.
+        reachable: what `find_reachable` returned for it.
+        parameters: the arguments that are a parameter, frozen or with a gradient in this graph.
+        num_released_before: for the gradient of each argument how many others autograd releases
+            before it; see `releases.py`. One that is left out counts as released when it is made.
     """
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
@@ -532,7 +539,7 @@ def read_backward(
         memory_reads=memory_reads,
         write_backs=write_backs,
         pinned_places=pinned_places,
-        release_places=_release_places(calls, reads, gradients, is_ordered, pinned_places),
+        release_places=_release_places(calls, gradients, num_released_before),
         forward_reads=forward_reads,
     )
 
@@ -627,54 +634,29 @@ def _has_true_copy(tensor: torch.Tensor) -> bool:
 
 def _release_places(
     calls: Sequence[fx.Node],
-    reads: Sequence[Mapping[int, Tie]],
     gradients: Mapping[int, tuple[int, ...]],
-    is_ordered: Sequence[bool],
-    pinned_places: Mapping[int, int],
+    num_released_before: Mapping[int, int],
 ) -> dict[int, int]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
-    So that a hook sees all that the node did; see [Note: order, as a hook sees it].
-
-    The calls of a node are consecutive and have its number. Calls in traced `autograd.Function`s
-    all have the same number, one above those of all nodes, so consecutive calls with it may belong
-    to several Functions. A gradient with that number is released behind the last effect among them
-    that depends on it, such as a write of its size to a buffer.
+    So that a hook sees all that the node did; see [Note: order, as a hook sees it]. It stands
+    behind all calls that autograd made before it released the gradient, see `releases.py`.
     """
-    numbers = [_torch.autograd_number(node) for node in calls]
-    functions_number = max((number for number in numbers if number is not None), default=None)
-    # For each call: the last of the consecutive calls with its number.
-    run_ends = list(range(len(calls)))
-    for call in reversed(range(len(calls) - 1)):
-        if numbers[call] is not None and numbers[call] == numbers[call + 1]:
-            run_ends[call] = run_ends[call + 1]
-    effects = [call for call, has_effects in enumerate(is_ordered) if has_effects]
+    # For each number of gradients: the last call that autograd made before it had released more.
+    last_calls: collections.defaultdict[int, int] = collections.defaultdict(lambda: -1)
+    for call, node in enumerate(calls):
+        num_before = num_released_before_call(node)
+        if num_before is not None:
+            last_calls[num_before] = call
+    numbers = range(max([*last_calls, *num_released_before.values()], default=0) + 1)
+    reached = list(itertools.accumulate((last_calls[number] for number in numbers), max))
     places: dict[int, int] = {}
     for argument, made_by in gradients.items():
-        if not made_by:
-            places[argument] = -1  # an input of the graph: it is there from the start
-            continue
-        last = max(made_by)
-        end = run_ends[last]
-        if numbers[last] != functions_number:
-            places[argument] = end
-            continue
-        places[argument] = last
-        effects_in_run = [call for call in effects if last < pinned_places[call] <= end]
-        if effects_in_run:
-            needing = _descendants(reads, last)
-            dependent = [pinned_places[call] for call in effects_in_run if call in needing]
-            places[argument] = max([last, *dependent])
+        # An input of the graph is there from the start.
+        places[argument] = max(made_by, default=-1)
+        if argument in num_released_before:
+            places[argument] = max(places[argument], reached[num_released_before[argument]])
     return places
-
-
-def _descendants(reads: Sequence[Mapping[int, Tie]], origin: int) -> set[int]:
-    """The calls that need a call's value, itself included."""
-    needing = {origin}
-    for call in range(origin + 1, len(reads)):
-        if not needing.isdisjoint(reads[call]):
-            needing.add(call)
-    return needing
 
 
 def _tie(value: fx.Node, reader: fx.Node, in_arguments: AbstractSet[fx.Node]) -> Tie:

@@ -29,9 +29,13 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
-# Operators of these libraries compute and do nothing else, unless torch knows them as impure.
-_PURE_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
-_PURE_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
+# Operators of these libraries work on this rank alone. They compute and do nothing else, unless
+# torch knows them as impure, or as random.
+_LOCAL_LIBRARIES = frozenset({"aten", "prims", "inductor", "quantized_decomposed"})
+_LOCAL_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
+# Of torch's modules, those whose functions may do anything: they communicate, or stand for a
+# program's own `autograd.Function` (Dynamo's `allow_in_graph`).
+_OPAQUE_MODULES = ("torch.distributed", "torch._dynamo")
 _pure_operators: dict[Any, bool] = {}
 
 
@@ -47,17 +51,56 @@ def is_pure(node: fx.Node) -> bool:
     library = _torch.namespace_of(node.target)
     if library is not None:
         if node.target not in _pure_operators:
-            is_known = library in _PURE_LIBRARIES and not _torch.is_effect_token(name)
-            _pure_operators[node.target] = is_known and not node.is_impure()
+            is_known = library in _LOCAL_LIBRARIES and not _torch.is_effect_token(name)
+            # torch takes the operators that draw Inductor's seeds for pure; their tags tell.
+            is_impure = node.is_impure() or _is_random(node.target)
+            _pure_operators[node.target] = is_known and not is_impure
         return _pure_operators[node.target]
     if sets_mode(node) or node.is_impure():
         return sets_mode(node)
     if _torch.is_higher_order(node.target):
         return _torch.runs_graphs(name) and all(map(is_pure, _calls_of_graphs(node)))
-    module = getattr(node.target, "__module__", None) or "torch"  # as most of torch's builtins
-    if module.startswith("torch.distributed") or _torch.changes_state(name):
+    return _is_local_function(node.target) and not _torch.changes_state(name)
+
+
+def may_communicate(node: fx.Node) -> bool:
+    """Whether a call may exchange data with other ranks, as far as anybody knows.
+
+    Collectives do, and operators of other libraries do not say. What draws random numbers, writes
+    to a tensor or prints is not pure either, but works on this rank alone.
+    """
+    if is_pure(node):
         return False
-    return module.partition(".")[0] in _PURE_MODULES
+    name = name_of(node)
+    if node.op == "call_method":
+        return False  # of a tensor
+    if node.op == "call_module":
+        # Only graphs from before Dynamo looked into modules have such calls.
+        kind = type(attribute_of(node.graph.owning_module, node))
+        is_of_torch = kind.__module__.startswith("torch.nn.")
+        return not is_of_torch or issubclass(kind, torch.nn.SyncBatchNorm)
+    library = _torch.namespace_of(node.target)
+    if library is not None:
+        return library not in _LOCAL_LIBRARIES and not _torch.is_wait(node.target)
+    if _torch.is_higher_order(node.target):
+        # It runs graphs, or one operator, which is among its arguments (`run_with_rng_state`).
+        operators = [a for a in leaves(node.args) if _torch.namespace_of(a) is not None]
+        if not operators and not _torch.runs_graphs(name):
+            return True
+        if any(_torch.namespace_of(operator) not in _LOCAL_LIBRARIES for operator in operators):
+            return True
+        return any(map(may_communicate, _calls_of_graphs(node)))
+    return not _is_local_function(node.target)
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+def _is_local_function(function: Any) -> bool:
+    """Whether a Python function is of torch's, or Python's own, and works on this rank alone."""
+    module = getattr(function, "__module__", None) or "torch"  # as most of torch's builtins
+    return module.partition(".")[0] in _LOCAL_MODULES and not module.startswith(_OPAQUE_MODULES)
 
 
 def _calls_of_graphs(node: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,145 @@
+"""When autograd releases gradients, noted while AOTAutograd traces a graph.
+
+A gradient is released where eager autograd would hand it to its argument: behind *all* calls of the
+autograd node that makes it. A traced graph does not show where that is:
+
+    class Scaled(torch.autograd.Function):           the traced backward
+        def backward(ctx, g):
+            gw = g.t() @ x                           0  gw = mm(g.t(), x)
+            ctx.amax.copy_(g.abs().amax())           1  a = amax(abs(g)), for a write to `amax`
+            return g @ w, gw, None                   2  gx = mm(g, w)
+                                                        -> autograd releases gx and gw
+
+Call 0 makes the gradient of `w`, yet a hook on `w` finds the new `amax`. A Function may even return
+the gradient that it got: then no call of its own makes that. So autograd is asked. AOTAutograd
+traces a backward by running it, and runs the hooks of the graph's arguments too. `watch_arguments`
+has each argument given such a hook, by an operator that is a call of the traced graph. When autograd
+releases a gradient the hook marks the calls that were traced since the last release with the
+number of gradients that had been released before them. torch carries such marks from graph to
+graph. Of what a forward computes nothing is marked, so calls that are made again in backward have
+no mark either.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+
+from ddpopt import _torch
+
+_MARK = "ddpopt_num_released"
+
+
+def num_released_before_call(call: fx.Node) -> int | None:
+    """How many gradients autograd had released before it made a call of a backward.
+
+    None for a call of the forward that is made again, and for one behind the last release.
+    """
+    return _torch.mark_of(call, _MARK)
+
+
+class ReleaseOrder:
+    """In which order autograd releases the gradients of a graph's arguments.
+
+    It is complete once AOTAutograd has traced the graph, forward and backward.
+    """
+
+    def __init__(self, arguments: Sequence[int]) -> None:
+        """Make an order in which nothing is known yet of these arguments, all watched."""
+        self._arguments = arguments
+        # For each argument whose gradient was released, how many were released before it.
+        self._num_before: dict[int, int] = {}
+        # The last node of the forward, or that has a mark. None until the forward has ended.
+        self._last_node: fx.Node | None = None
+
+    def num_before(self, argument: int) -> int:
+        """How many gradients are released before this argument's.
+
+        All of them, if autograd did not say when it releases this one: later is never wrong.
+        """
+        return self._num_before.get(argument, len(self._num_before))
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the releases of a graph that has watching operators and is traced in this block."""
+        token = _noting.set(self)
+        try:
+            yield
+        finally:
+            _noting.reset(token)
+
+    def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        # AOTAutograd may trace a graph more than once; the last time counts.
+        self._num_before.clear()
+        self._last_node = None
+        for argument, tensor in zip(self._arguments, tensors, strict=True):
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._release, argument))
+
+    def _end_forward(self, graph: fx.Graph) -> None:
+        self._last_node = next(reversed(graph.nodes))
+
+    def _release(self, argument: int, _gradient: torch.Tensor) -> None:
+        graph = _torch.traced_graph()
+        if graph is None or self._last_node is None:
+            return  # somebody else differentiates: nothing is traced
+        num_before = len(self._num_before)
+        newer = itertools.takewhile(lambda node: node is not self._last_node, reversed(graph.nodes))
+        for node in list(newer):
+            _torch.set_mark(node, _MARK, num_before)
+        self._last_node = next(reversed(graph.nodes))
+        self._num_before[argument] = num_before
+
+
+_noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
+    "ddpopt_release_order", default=None
+)
+
+# ---- The operators ---------------------------------------------------------------------------
+
+# AOTAutograd's cache takes a graph with operators, but none with functions that it does not know.
+# As "composite" they are replaced by what they do wherever a graph is traced.
+_OPERATORS = torch.library.Library("ddpopt", "DEF")
+_OPERATORS.define("watch_releases(Tensor(a) token, Tensor[] arguments) -> Tensor(a)")
+_OPERATORS.define("end_forward(Tensor token) -> Tensor")
+
+
+def _watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    order = _noting.get()
+    if order is not None and _torch.traced_graph() is not None:
+        order._begin(arguments)
+    return token
+
+
+def _end_forward(token: torch.Tensor) -> torch.Tensor:
+    copied = token.clone()
+    order, graph = _noting.get(), _torch.traced_graph()
+    if order is not None and graph is not None:
+        order._end_forward(graph)
+    return copied
+
+
+_OPERATORS.impl("watch_releases", _watch_releases, "CompositeImplicitAutograd")
+_OPERATORS.impl("end_forward", _end_forward, "CompositeImplicitAutograd")
+
+
+def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
+    """Add the operator that watches these arguments in front of a graph's calls.
+
+    `token` is a placeholder behind all others. Returns the token for `end_forward`.
+    """
+    with token.graph.inserting_after(token):
+        return token.graph.call_function(
+            torch.ops.ddpopt.watch_releases.default, (token, list(arguments))
+        )
+
+
+def end_forward(watched: fx.Node) -> fx.Node:
+    """Add the operator that ends the forward, at the insertion point; return the token's copy."""
+    return watched.graph.call_function(torch.ops.ddpopt.end_forward.default, (watched,))
