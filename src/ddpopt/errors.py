@@ -74,6 +74,8 @@ class DisagreementError(DDPOptError, RuntimeError):
     """Ranks have different parameters, bucket limits, options or releases for one DDP module.
 
     Build the model and DDP identically on all ranks, with the same releases of torch and ddpopt.
+    Also raised on a rank that cannot cut a graph with collectives of its own, as others may: they
+    would issue these and DDP's in another order. Do what the message says.
     """
 
 
@@ -95,6 +97,7 @@ class TorchDriftError(DDPOptError, ImportError):
 
 # Marks that follow a reason's sentence where they apply, see `Reason`.
 _LOST, _BACKWARD = "overlap is lost", "of backward"
+_HERE = "on this rank, and perhaps on no other"
 
 
 class Reason(enum.Enum):
@@ -102,18 +105,21 @@ class Reason(enum.Enum):
 
     One that `is_of_backward` is why forward is cut although `split` is "backward" or "auto". One
     that `is_expected` lies in the settings or the graph; any other loses overlap that should not be
-    lost, and is logged as a warning.
+    lost, and is logged as a warning. One that `is_alike` holds on all ranks that run the same
+    program, or on none.
     """
 
     _value_: str
     is_expected: bool
     is_of_backward: bool
+    is_alike: bool
 
     def __new__(cls, sentence: str, *marks: str) -> Reason:
         self = object.__new__(cls)
         self._value_ = sentence
         self.is_expected = _LOST not in marks
         self.is_of_backward = _BACKWARD in marks
+        self.is_alike = _HERE not in marks
         return self
 
     NO_DDP = "no DistributedDataParallel forward is active, so there are no buckets to cut at"
@@ -143,21 +149,35 @@ class Reason(enum.Enum):
         "compile the submodules before they are wrapped",
         _LOST,
     )
+    COLLECTIVES = (
+        "it has collectives of its own, or calls that may be some (operators of other libraries "
+        "do not say), and no boundaries are possible with which ranks issue them and DDP's "
+        "allreduces in one order; move them out of the region that spans several"
+    )
+    COLLECTIVES_AND_SIZES = (
+        "it has collectives of its own, or calls that may be some, and a size that is a symbol on "
+        "this rank, and may be a constant on others, forbids a boundary",
+        _LOST,
+        _HERE,
+    )
     SECTION_FAILED = (
         "the inner compiler raised the error below on one section, and not on the whole graph; "
         "training goes on without overlap; please report it, or set options={'enabled': False} to "
         "silence this",
         _LOST,
+        _HERE,
     )
     NOT_PROVEN = (
         "the sections could not be shown to compute what the graph computes; training goes on "
         "without overlap; please report the difference below",
         _LOST,
+        _HERE,
     )
     SPLIT_FAILED = (
         "splitting the graph raised an error; training goes on without overlap; please report "
         "the error below, or set options={'enabled': False} to silence this",
         _LOST,
+        _HERE,
     )
     TORCH_DRIFT = (
         "this torch release moved a private name that splitting needs; training goes on without "
@@ -213,6 +233,7 @@ class Reason(enum.Enum):
         "cutting its backward graph raised an error; please report the error below",
         _BACKWARD,
         _LOST,
+        _HERE,
     )
     BACKWARD_DRIFT = (
         "this torch release moved a private name that it needs; install a torch release that this "

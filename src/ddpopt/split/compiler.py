@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._text import source_digest
-from ddpopt.errors import NotCutError, Reason, TorchDriftError
+from ddpopt.errors import DisagreementError, NotCutError, Reason, TorchDriftError
 from ddpopt.options import Options
 from ddpopt.reducer import (
     Bucket,
@@ -108,6 +108,7 @@ def compile_under_ddp(
     Further modules may run the result; each is given to `start` first. It raises what compiling the
     whole graph raises, and what Dynamo raises to trace a frame again.
     """
+    compiler: GraphCompiler | None = None
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
         compiler = GraphCompiler(gm, example_inputs, ddp, options)
@@ -118,6 +119,8 @@ def compile_under_ddp(
         # A graph that nobody has thought of, or a release of torch, may raise anything here. Only
         # overlap is lost: the reason is logged, and the graph compiled whole.
         refusal = NotCutError.because_of(error)
+        if compiler is not None and not compiler.may_fall_back_for(refusal.reason):
+            raise _disagreement(_torch.graph_name(gm), refusal) from error
         return compile_whole(gm, example_inputs, ddp, options, refusal, start)
     call = result.call
     if call is None:
@@ -130,6 +133,16 @@ def compile_under_ddp(
     module_state = state.get(ddp)
     arrives_last, cut_for = module_state.rules.arrives_last, module_state.cut_for
     return _make_runner(compiled, ddp, options, start, cut_for, arrives_last)
+
+
+def _disagreement(graph: str, refusal: NotCutError) -> DisagreementError:
+    """The error of a rank that cannot cut a graph which others may cut, see [Note: collectives]."""
+    return DisagreementError(
+        f"graph {graph} has collectives of its own, or calls that may be some, and this rank cannot "
+        f"cut it, because {refusal}; where other ranks cut it, they issue its collectives and "
+        "DDP's allreduces in another order, and would wait for this one: compile on all ranks "
+        "without cuts, options={'enabled': False}, or remove the cause"
+    )
 
 
 def compile_whole(
@@ -311,9 +324,10 @@ class GraphCompiler:
         # Backward reaches a parameter's first use last.
         cut = self._predict({index: -use for index, use in self._facts.first_use.items()})
         buckets = self._buckets_to_cut_at(cut)
-        # Tracing a backward is worth it only if the graph has parts of two buckets.
+        # Tracing a backward is worth it if the graph has parts of two buckets. One that may
+        # communicate is cut whatever the buckets are, see [Note: collectives].
         has_parts = len(parts_of_buckets(buckets, self._facts.first_use)) > 1
-        if has_parts and self._options.split != "forward":
+        if (has_parts or self.communicates) and self._options.split != "forward":
             try:
                 return self._cut_backward(example_inputs)
             except _torch.control_flow_exceptions():
@@ -322,12 +336,25 @@ class GraphCompiler:
                 # Any error costs the cut of backward, as in `compile_under_ddp`; forward may be cut
                 # instead.
                 refusal = NotCutError.because_of(error, in_backward=True)
-                if not refusal.reason.is_of_backward:
-                    raise
+                if not refusal.reason.is_of_backward or not self.may_fall_back_for(refusal.reason):
+                    raise refusal from error
                 cut = dataclasses.replace(
                     cut, backward_fallback=refusal.reason, detail=refusal.detail
                 )
         return self._cut_forward(cut, buckets, example_inputs)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the graph, or its backward, may exchange data with other ranks."""
+        return any(self._facts.communicates)
+
+    def may_fall_back_for(self, reason: Reason) -> bool:
+        """Whether the graph may be cut in another way, or not at all, for this reason.
+
+        Where it may communicate, only for one that holds on all ranks or on none: a rank that does
+        not cut the graph as others do issues its collectives and DDP's in another order.
+        """
+        return reason.is_alike or not self.communicates
 
     # ---- Which buckets -----------------------------------------------------------------------
 
@@ -570,6 +597,8 @@ class GraphCompiler:
         try:
             sections = choose_forward_sections(self._facts, buckets)
         except NotCutError as refusal:
+            if not self.may_fall_back_for(refusal.reason):
+                raise
             cut = self._left_whole(cut, refusal.reason)
             text = GraphText(nodes=(calls,))
             write(self._gm, cut, text, {"original": self._gm})

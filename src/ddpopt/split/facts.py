@@ -75,6 +75,7 @@ from ddpopt.split.nodes import (
     is_composite,
     is_differentiable,
     is_pure,
+    may_communicate,
     mutation_spans,
     name_of,
     num_bytes_of,
@@ -100,11 +101,15 @@ class ForwardFacts:
     first_use: Mapping[int, int]
     # Whether a boundary at p is possible, for p from 0 to `num_calls`.
     legal_bounds: Sequence[bool]
+    # Whether one would be, if all sizes were constants. On another rank they may be.
+    legal_bounds_without_sizes: Sequence[bool]
     # The last call that uses what call i returns or writes to; `num_calls` for the output.
     last_effect: Sequence[int]
     call_names: Sequence[str]
     # For each call: whether it is not known to be pure.
     is_fixed: Sequence[bool]
+    # For each call: whether it may exchange data with other ranks, or its backward may.
+    communicates: Sequence[bool]
 
 
 def parameters_of(
@@ -158,18 +163,21 @@ def read_forward(
                 if is_first and is_differentiable(node):
                     first_use[index] = position
     last_use = [last_use_of(node) for node in calls]
-    blocked = itertools.chain(
-        _uncrossable_spans(gm, calls, last_use),
-        _region_spans(calls),
-        mutation_spans(find_written_memory(gm.graph)),
-    )
+    spans_of_sizes: list[tuple[int, int]] = []
+    blocked = [
+        *_uncrossable_spans(gm, calls, last_use, spans_of_sizes),
+        *_region_spans(calls),
+        *mutation_spans(find_written_memory(gm.graph)),
+    ]
     return ForwardFacts(
         num_calls=len(calls),
         first_use=first_use,
-        legal_bounds=_outside(blocked, len(calls)),
+        legal_bounds=_outside([*blocked, *spans_of_sizes], len(calls)),
+        legal_bounds_without_sizes=_outside(blocked, len(calls)),
         last_effect=[last_use_of(node, *written_by(node)) for node in calls],
         call_names=[node.name for node in calls],
         is_fixed=[not is_pure(node) for node in calls],
+        communicates=[may_communicate(node) for node in calls],
     )
 
 
@@ -190,11 +198,15 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 
 
 def _uncrossable_spans(
-    gm: fx.GraphModule, calls: Sequence[fx.Node], last_use: Sequence[int]
+    gm: fx.GraphModule,
+    calls: Sequence[fx.Node],
+    last_use: Sequence[int],
+    spans_of_sizes: list[tuple[int, int]],
 ) -> Iterable[tuple[int, int]]:
     """From the call after each value that no section can take, to the last use of the value.
 
-    A span (a, b) forbids boundaries before the calls a to b. Tuples, generators, contexts and
+    A span (a, b) forbids boundaries before the calls a to b; those that are there only because a
+    size is a symbol go to `spans_of_sizes`. Tuples, generators, contexts and
     numbers cannot cross a boundary. Tensors and symbolic integers can, but only if each symbol in
     them has a node that binds it, because a section gets its symbols as inputs. Tensor subclasses
     cannot: AOTAutograd would have to guess the class of their gradients.
@@ -216,8 +228,14 @@ def _uncrossable_spans(
             continue  # split_module closes and reopens autocast regions
         value = _torch.dynamo_value(node)
         can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
-        if not can_cross or not _torch.free_symbols(value) <= bound_symbols:
-            yield position + 1, last_use[position]
+        span = position + 1, last_use[position]
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+            if not can_cross or not _torch.free_symbols(value) <= bound_symbols:
+                spans_of_sizes.append(span)
+        elif not can_cross:
+            yield span
+        elif not _torch.free_symbols(value) <= bound_symbols:
+            spans_of_sizes.append(span)
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
@@ -279,6 +297,9 @@ class BackwardFacts:
     is_repeat: Sequence[bool]
     # For each call: whether it has effects.
     is_ordered: Sequence[bool]
+    # For each call: whether it may exchange data with other ranks. If any does, nothing below
+    # depends on sizes or strides; see [Note: collectives] in sections.py.
+    communicates: Sequence[bool]
     # The calls whose values call i uses, with their ties to it. None for a repeat.
     reads: Sequence[Mapping[int, Tie]]
     # The size of what call i returns.
@@ -490,6 +511,7 @@ def read_backward(
     calls = call_nodes(gm.graph)
     repeats = repeats_of(gm)
     is_ordered = [not is_pure(node) for node in calls]
+    communicates = [may_communicate(node) for node in calls]
     in_arguments = made_in_arguments(gm)
     # The origin of each value, looking through repeats: the calls that made it, and the reachable
     # memory in which it may be.
@@ -524,7 +546,9 @@ def read_backward(
             write_backs[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
     pinned_places = _pinned_places(reads, is_ordered, memory_reads, write_backs)
-    forward_reads, without_snapshot = _forward_reads(gm, repeats, reachable, parameters)
+    forward_reads, without_snapshot = _forward_reads(
+        gm, repeats, reachable, parameters, may_compare_sizes=not any(communicates)
+    )
     pinned_places.update(dict.fromkeys(without_snapshot, -1))
     for call, in_snapshots in forward_reads.items():
         if memories_read[call] == in_snapshots:
@@ -533,6 +557,7 @@ def read_backward(
         call_names=[node.name for node in calls],
         is_repeat=[node in repeats for node in calls],
         is_ordered=is_ordered,
+        communicates=communicates,
         reads=reads,
         num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
         gradients=gradients,
@@ -578,6 +603,8 @@ def _forward_reads(
     repeats: AbstractSet[fx.Node],
     reachable: ReachableMemory,
     parameters: AbstractSet[int],
+    *,
+    may_compare_sizes: bool,
 ) -> tuple[dict[int, frozenset[int]], list[int]]:
     """Calls that read what the forward had in reachable memory, as the forward left it.
 
@@ -586,7 +613,7 @@ def _forward_reads(
     read a value that was never a tensor of the program's, but may be made in an argument.
 
     Returns the calls that are to read it all in snapshots, with the memory of which; and those that
-    cannot, or return less than a snapshot would take.
+    cannot, or return less than a snapshot would take, if that may be compared.
     """
     needs_tangent: set[fx.Node] = set()
     # The memory in which a value is, unless it is a parameter's or a tangent's.
@@ -619,7 +646,9 @@ def _forward_reads(
         if not read:
             continue
         num_copied = sum(num_bytes[memory] for memory in read)
-        is_smaller = is_pure(node) and num_bytes_of(_torch.aten_value(node)) < num_copied
+        is_smaller = False
+        if may_compare_sizes and is_pure(node):
+            is_smaller = num_bytes_of(_torch.aten_value(node)) < num_copied
         if without_copy.isdisjoint(read) and not is_smaller:
             forward_reads[call] = read
         else:

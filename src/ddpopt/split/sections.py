@@ -17,6 +17,25 @@ fewest bytes have to be kept for later sections. It never moves past a call with
 communicate: bytes differ between ranks, and on which side of a bucket's allreduce such a call is
 made must not. Nor past the place from which a gradient that is in no bucket may be released, for
 whose hook the same holds. Everything is linear in the graph's size.
+
+[Note: collectives]
+A model may have collectives of its own. Ranks have to issue these and DDP's allreduces in one
+order, or they wait for each other, or add up different tensors. In eager it is the order of
+autograd's nodes:
+
+    0  g2 = mm(...)               gradient of w2 -> released, and bucket 0 with it
+    1  s = all_reduce(...)        backward of a synchronised norm
+    2  g1 = mm(..., s)            gradient of w1 -> released
+
+If another rank had one bucket for both gradients in mind when it compiled, for example because it
+compiled before DDP had formed its buckets, it would release both behind call 1. So where a backward
+may communicate, the order of collectives and releases is the program's own, and depends on nothing
+that may differ between ranks or between two compiles of one code: neither on buckets, nor sizes,
+strides, or whether sizes are symbols. For each gradient as many collectives come before its release
+as in the graph. Hence a backward is cut in front of each collective before which a gradient is
+released, also if there is only one bucket; buckets divide sections further. Autograd's node in a
+cut forward runs all of a section's collectives, then releases its gradients: there no section has a
+parameter's first use behind a collective.
 """
 
 from __future__ import annotations
@@ -80,31 +99,76 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
         NotCutError: the graph should stay whole.
     """
     bucket_parts = parts_of_buckets(buckets, facts.first_use)
-    _require_two_parts(bucket_parts)
+    communicates = any(facts.communicates)
+    if not communicates:
+        _require_two_parts(bucket_parts)
     use_of = {p: facts.first_use[p.index] for part in bucket_parts for p in part}
     # How far towards the graph's start backward has to come, bucket by bucket.
     firsts = [min(use_of[p] for p in part) for part in bucket_parts]
     positions = sorted(set(itertools.accumulate(firsts, min)))
-    if len(positions) == 1:
+    if len(positions) == 1 and not communicates:
         raise NotCutError(Reason.COMPLETE_TOGETHER)
     legal = [0, *(p for p, is_legal in enumerate(facts.legal_bounds) if is_legal)]
     wanted = set()
     for position in positions[1:]:
         wanted.add(legal[bisect.bisect_right(legal, position) - 1])
+    wanted.update(_bounds_behind_collectives(facts, legal))
     inner_bounds = _drop_empty_sections(wanted - {0}, facts)
-    if not inner_bounds:
-        raise NotCutError(Reason.NO_LEGAL_CUT)
     bounds = [0, *inner_bounds, facts.num_calls]
+    if communicates:
+        _require_collectives_first(facts, bounds)
+    if not inner_bounds:
+        _require_two_parts(bucket_parts)
+        raise NotCutError(Reason.NO_LEGAL_CUT)
     arrival = sorted(use_of, key=lambda p: (-use_of[p], -p.index))
     section_of = {p: bisect.bisect_right(bounds, use_of[p]) - 1 for p in arrival}
     return make_sections(bounds, section_of, facts.call_names, facts.is_fixed)
+
+
+def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[int]) -> list[int]:
+    """The boundaries between each collective and the next first use; see [Note: collectives].
+
+    A first use and a collective of one call (a checkpoint, an operator with weights) are one.
+
+    Raises:
+        NotCutError: there is no place for one of them.
+    """
+    bounds = []
+    first_uses = set(facts.first_use.values())
+    collective: int | None = None  # the last one since the last boundary
+    for call in range(facts.num_calls):
+        if call in first_uses and collective is not None:
+            bound = legal[bisect.bisect_right(legal, call) - 1]
+            if bound <= collective:
+                others = facts.legal_bounds_without_sizes[collective + 1 : call + 1]
+                raise NotCutError(
+                    Reason.COLLECTIVES_AND_SIZES if any(others) else Reason.COLLECTIVES,
+                    f"none is possible between {facts.call_names[collective]} and "
+                    f"{facts.call_names[call]}",
+                )
+            bounds.append(bound)
+            collective = None
+        if facts.communicates[call]:
+            collective = call
+    return bounds
+
+
+def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[int]) -> None:
+    """Raise NotCutError if a section has a first use behind a collective."""
+    first_uses = set(facts.first_use.values())
+    for start, stop in itertools.pairwise(bounds):
+        section = range(start, stop)
+        first_collective = next((call for call in section if facts.communicates[call]), stop)
+        if any(first_collective < call < stop for call in first_uses):
+            name = facts.call_names[first_collective]
+            raise NotCutError(Reason.COLLECTIVES, f"one is needed behind {name}")
 
 
 def _drop_empty_sections(bounds: Collection[int], facts: ForwardFacts) -> list[int]:
     """Drop boundaries before which a section would pass nothing on, or use no parameter first.
 
     split_module drops a section without outputs. The backward of a section in which no parameter is
-    used first would complete no gradient.
+    used first would complete no gradient; but it may have collectives, which stay behind others'.
     """
 
     def passes_on(start: int, stop: int) -> bool:
@@ -114,7 +178,8 @@ def _drop_empty_sections(bounds: Collection[int], facts: ForwardFacts) -> list[i
     start = 0
     for bound in sorted(bounds):
         completes = any(start <= use < bound for use in facts.first_use.values())
-        if completes and passes_on(start, bound):
+        is_needed = completes or any(facts.communicates[start:bound])
+        if is_needed and passes_on(start, bound):
             kept.append(bound)
             start = bound
     # The last section has to pass something on too, to the output.
@@ -157,25 +222,27 @@ def choose_backward_sections(
     Raises:
         NotCutError: the graph should stay whole.
     """
-    bucket_parts = parts_of_buckets(buckets, final)
-    _require_two_parts(bucket_parts)
-    released = [[argument_of[p.index] for p in part] for part in bucket_parts]
+    parts = _choose_parts(facts, parts_of_buckets(buckets, final), argument_of)
+    released = [part.arguments for part in parts]
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
     order = _order_calls(facts, stage)
     # The end of each stage in that order.
     num_calls = collections.Counter(stage[call] for call in order)
-    ends = list(itertools.accumulate(num_calls[k] for k in range(len(bucket_parts))))
-    ready_places = _ready_places(facts, order, in_buckets={*itertools.chain(*released)})
+    ends = list(itertools.accumulate(num_calls[k] for k in range(len(parts))))
+    ready_places = _ready_places(facts, order, in_parts={*itertools.chain(*released)})
     inner_bounds = _choose_bounds(facts, order, ends, {*ready_places.values()})
     if not inner_bounds:
         raise NotCutError(Reason.COMPLETE_TOGETHER)
     bounds = [0, *inner_bounds, len(order)]
-    # The first section that stops at or after the end of a stage completes its bucket.
+    # The first section that stops at or after the end of a stage completes its part.
     section_of: dict[Parameter, int] = {}
-    for part, end in zip(bucket_parts, ends, strict=True):
-        completed_in = bisect.bisect_left(bounds, max(end, 1)) - 1
-        section_of.update(dict.fromkeys(part, completed_in))
+    released_in: dict[int, int] = {}
+    for part, end in zip(parts, ends, strict=True):
+        completed_in = bisect.bisect_left(bounds, end, lo=1) - 1
+        section_of.update(dict.fromkeys(part.parameters, completed_in))
+        released_in.update(dict.fromkeys(part.arguments, completed_in))
+    _require_order_of_collectives(facts, order, bounds, released_in)
     arrival = sorted(section_of, key=lambda p: (final[p.index], -p.index))
     sections = make_sections(
         bounds,
@@ -183,7 +250,6 @@ def choose_backward_sections(
         [facts.call_names[call] for call in order],
         [facts.is_ordered[call] for call in order],
     )
-    released_in = {argument_of[p.index]: section for p, section in section_of.items()}
     in_first_section = set(order[: bounds[1]])
     return BackwardSections(
         order=tuple(order),
@@ -195,6 +261,88 @@ def choose_backward_sections(
             if call not in in_first_section
         },
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Gradients that are released together: those of DDP parameters, and perhaps others.
+
+    `arguments` are those of the forward to which the gradients belong, the parameters' among them.
+    """
+
+    parameters: Sequence[Parameter]
+    arguments: Sequence[int]
+
+
+def _choose_parts(
+    facts: BackwardFacts,
+    bucket_parts: Sequence[Sequence[Parameter]],
+    argument_of: Mapping[int, int],
+) -> list[_Part]:
+    """What is released together: the part of each bucket, divided by collectives.
+
+    See [Note: collectives]. Gradients in no bucket are among the parts only of a graph that may
+    communicate, since a hook of theirs may, too.
+
+    Raises:
+        NotCutError: it is all one part.
+    """
+    collectives = [call for call, communicates in enumerate(facts.communicates) if communicates]
+    if not collectives:
+        _require_two_parts(bucket_parts)
+        return [
+            _Part(parameters=part, arguments=[argument_of[p.index] for p in part])
+            for part in bucket_parts
+        ]
+    bucket_of = {argument_of[p.index]: k for k, part in enumerate(bucket_parts) for p in part}
+    parameter_of = {argument_of[p.index]: p for part in bucket_parts for p in part}
+    # By how many collectives come before the release, and by bucket (None: in no bucket).
+    groups: dict[int, dict[int | None, list[int]]] = {}
+    for argument, place in facts.release_places.items():
+        num_before = bisect.bisect_right(collectives, place)
+        by_bucket = groups.setdefault(num_before, {})
+        by_bucket.setdefault(bucket_of.get(argument), []).append(argument)
+    parts = []
+    for _, by_bucket in sorted(groups.items()):
+        in_no_bucket = by_bucket.pop(None, [])
+        members = [arguments for _, arguments in sorted(by_bucket.items())] or [[]]
+        members[-1] += in_no_bucket  # a boundary of their own would be one more
+        for arguments in members:
+            parameters = [parameter_of[a] for a in arguments if a in parameter_of]
+            parts.append(_Part(parameters=parameters, arguments=arguments))
+    if max(groups, default=0) < len(collectives):
+        parts.append(_Part(parameters=[], arguments=[]))  # behind all releases
+    if len(parts) == 1:
+        _require_two_parts(bucket_parts)
+    return parts
+
+
+def _require_order_of_collectives(
+    facts: BackwardFacts,
+    order: Sequence[int],
+    bounds: Sequence[int],
+    released_in: Mapping[int, int],
+) -> None:
+    """Require as many collectives before each release as in the graph, see [Note: collectives].
+
+    A call that reads a parameter has to run before the parameter's release, even if it stands
+    behind it, and so has a collective on which the call depends.
+
+    Raises:
+        NotCutError: that is not so.
+    """
+    arguments = sorted(released_in, key=facts.release_places.__getitem__)
+    places = [facts.release_places[argument] for argument in arguments]
+    sections = [released_in[argument] for argument in arguments]
+    # For each k: the last section that releases one of the first k, the first that does a later one.
+    last_before = list(itertools.accumulate(sections, max, initial=-1))
+    first_behind = list(itertools.accumulate(reversed(sections), min, initial=len(bounds)))[::-1]
+    for place, call in enumerate(order):
+        if facts.communicates[call]:
+            section = bisect.bisect_right(bounds, place) - 1
+            num_before = bisect.bisect_left(places, call)
+            if not last_before[num_before] < section <= first_behind[num_before]:
+                raise NotCutError(Reason.COLLECTIVES, f"{facts.call_names[call]} would move")
 
 
 def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
@@ -313,9 +461,9 @@ def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
 
 
 def _ready_places(
-    facts: BackwardFacts, order: Sequence[int], in_buckets: Collection[int]
+    facts: BackwardFacts, order: Sequence[int], in_parts: Collection[int]
 ) -> dict[int, int]:
-    """For the gradients that are in no bucket: from which place in `order` on each may be released.
+    """For the gradients that are in no part: from which place in `order` on each may be released.
 
     Behind that it exists, its argument is no longer read, and all has run that stands before its
     release.
@@ -327,7 +475,7 @@ def _ready_places(
     reached = list(itertools.accumulate((place_of[c] for c in bound_calls), max, initial=0))
     places = {}
     for argument, calls in facts.gradients.items():
-        if argument not in in_buckets:
+        if argument not in in_parts:
             num_before = bisect.bisect_right(stands_at, facts.release_places[argument])
             needed = (*calls, *facts.memory_reads.get(argument, ()))
             places[argument] = max(reached[num_before], *(place_of[call] for call in needed), 0)
@@ -346,6 +494,9 @@ def _choose_bounds(
     gradient, a place from which one may be released, a call with effects.
     """
     costs = _bound_costs(facts, order)
+    # Where a graph communicates, the first section may do no more than release a gradient that is
+    # there from the start.
+    earliest = 0 if any(facts.communicates) else 1
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
     stops = [
         call in gradients or facts.is_ordered[call] or place in ready_places
@@ -355,7 +506,7 @@ def _choose_bounds(
     for end, following in itertools.pairwise(sorted(set(ends))):
         if end <= max(bounds, default=-1):
             continue  # a tuple in between: the bucket is complete at an earlier stage's boundary
-        start = next(p for p in range(max(end, 1), len(costs)) if costs[p] is not None)
+        start = next(p for p in range(max(end, earliest), len(costs)) if costs[p] is not None)
         stop = next((p for p in range(start, following) if stops[p]), start)
         legal = (p for p in range(start, stop + 1) if costs[p] is not None)
         bounds.add(min(legal, key=lambda p: (costs[p], p)))
