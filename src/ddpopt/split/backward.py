@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -248,7 +249,8 @@ def _with_snapshots(
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """A copy of a graph in which these calls read snapshots of this memory.
 
-    Returns the copy, its calls, numbered as those of `gm`, and the snapshots, which come first.
+    Returns the copy, its calls, numbered as those of `gm`, and the calls that make snapshots, which
+    come first.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -258,11 +260,13 @@ def _with_snapshots(
     calls = [copies[node] for node in call_nodes(gm.graph)]
     repeats = {copies[node] for node in repeats_of(gm)}
     in_snapshots = frozenset().union(*late_reads.values())
+    made: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
         if reachable.find(placeholder) in in_snapshots:
             with graph.inserting_before(calls[0]):
-                snapshots[placeholder] = _clone(graph, placeholder)
+                snapshots[placeholder], *views = _snapshot(graph, placeholder, made)
+            repeats.update(views)
 
     def snapshot_of(node: fx.Node, read: AbstractSet[int]) -> fx.Node:
         """The same value as a node's, in the memory of snapshots where it is one of `read`."""
@@ -281,7 +285,53 @@ def _with_snapshots(
     for call, read in late_reads.items():
         for source in calls[call].all_input_nodes:
             calls[call].replace_input_with(source, snapshot_of(source, read))
-    return _torch.graph_module(gm, graph), calls, list(snapshots.values())
+    return _torch.graph_module(gm, graph), calls, made
+
+
+def _snapshot(graph: fx.Graph, value: fx.Node, made: list[fx.Node]) -> list[fx.Node]:
+    """A copy of an input with its strides, and the views that it takes.
+
+    The calls that are no views are appended to `made`. A tensor that is expanded, or a slice of
+    another, has strides that no copy would have: then the memory between its first and its last
+    element is copied, and the copy seen with these strides.
+    """
+    tensor = _torch.aten_value(value)
+    if torch.empty_like(tensor).stride() == tensor.stride():
+        copied = _clone(graph, value)
+        made.append(copied)
+        return [copied]
+
+    def compute(function: Callable[..., Any], *arguments: Any) -> Any:
+        """A number: a constant, or a call if it comes of a symbol."""
+        number = function(*(_value_of(argument) for argument in arguments))
+        if isinstance(number, int):
+            return number
+        call = graph.call_function(function, arguments)
+        _torch.set_aten_value(call, number)
+        made.append(call)
+        return call
+
+    def view(source: fx.Node, *arguments: Any) -> fx.Node:
+        seen = graph.call_function(torch.ops.aten.as_strided.default, (source, *arguments))
+        seen.meta = {**value.meta, IS_COPY: True}
+        numbers = [fx.map_arg(argument, _value_of) for argument in arguments]
+        _torch.set_aten_value(seen, torch.as_strided(_torch.aten_value(source), *numbers))
+        return seen
+
+    sizes = [compute(torch.ops.aten.sym_size.int, value, d) for d in range(tensor.dim())]
+    strides = [compute(torch.ops.aten.sym_stride.int, value, d) for d in range(tensor.dim())]
+    num_elements = 1
+    for size, stride in zip(sizes, strides, strict=True):
+        last = compute(operator.mul, compute(operator.sub, size, 1), stride)
+        num_elements = compute(operator.add, num_elements, last)
+    flat = view(value, [num_elements], [1])
+    copied = _clone(graph, flat)
+    made.append(copied)
+    return [view(copied, sizes, strides, 0), flat]
+
+
+def _value_of(argument: Any) -> Any:
+    return _torch.aten_value(argument) if isinstance(argument, fx.Node) else argument
 
 
 # ---- Compiling -------------------------------------------------------------------------------

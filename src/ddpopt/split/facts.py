@@ -30,8 +30,9 @@ Calls that need no gradient of an output are the forward's: the partitioner has 
 rather than save what they return. The program made them before any release, wherever they stand
 here. To run all of them first would take the memory that it saves, so if one reads a buffer, an
 input or an output in a later section, it reads a copy of that, a *snapshot*, which the first
-section makes. Where no copy is like the original, such as an expanded buffer, or what the call
-returns is smaller than the copy, the first section makes the call itself.
+section makes. Where no copy is like the original, as of a sparse tensor, or what the call returns
+is smaller than the copy, the first section makes the call itself. (Sizes decide nothing where a
+graph may communicate: on other ranks they may differ.)
 (A parameter is not written in a backward before its own gradient is there, and a frozen one not at
 all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.
 One that is trained, but whose gradient another graph makes, is like a buffer.)
@@ -628,7 +629,7 @@ def _forward_reads(
         elif memory is not None and memory not in parameters:
             memories[node] = frozenset([memory])
             num_bytes[memory] = num_bytes_of(_torch.aten_value(node))
-            if not _has_true_copy(_torch.aten_value(node)):
+            if _torch.aten_value(node).layout is not torch.strided:
                 without_copy.add(memory)
     has_tangents = bool(needs_tangent)
     forward_reads: dict[int, frozenset[int]] = {}
@@ -654,11 +655,6 @@ def _forward_reads(
         else:
             without_snapshot.append(call)
     return forward_reads, without_snapshot
-
-
-def _has_true_copy(tensor: torch.Tensor) -> bool:
-    """Whether a copy of a tensor has its strides, as one of an expanded tensor has not."""
-    return tensor.layout is torch.strided and torch.empty_like(tensor).stride() == tensor.stride()
 
 
 def _release_places(

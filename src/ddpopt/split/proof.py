@@ -386,8 +386,9 @@ class _Program:
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
             # A copy is the same value in other memory. A call that reads it reads the original
-            # where the copy is made.
-            if any(map(_is_reachable, read[0].memory)):
+            # where the copy is made. The views through which it is made are in their base's memory.
+            is_view = memory == read[0].memory
+            if not is_view and any(map(_is_reachable, read[0].memory)):
                 number = next(self._copy_numbers)
                 memory = tuple(
                     ("snapshot", self.section, place, number) for place in read[0].memory
