@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--set", choices=[ALL, QUICK, REST, NIGHTLY], default=ALL, help="see CONTRIBUTING.md"
     )
+
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("ddpopt", deadline=None)
+hypothesis.settings.load_profile("ddpopt")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -24,10 +24,11 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     memory_reads: dict[int, tuple[int, ...]] | None = None,
     write_backs: dict[int, int] | None = None,
     forward_reads: dict[int, frozenset[int]] | None = None,
+    collectives: Sequence[int] = (),
 ) -> BackwardFacts:
     """Facts in which each call is an autograd node of its own."""
     count = len(reads)
-    bound = {*ordered, *itertools.chain.from_iterable((memory_reads or {}).values())}
+    bound = {*ordered, *collectives, *itertools.chain.from_iterable((memory_reads or {}).values())}
     pinned_places = {call: call for call in bound - (forward_reads or {}).keys()}
     for call, argument in (write_backs or {}).items():
         others = [other for other in (memory_reads or {}).get(argument, ()) if other < call]
@@ -35,7 +36,8 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
         is_repeat=[False] * count,
-        is_ordered=[i in ordered for i in range(count)],
+        is_ordered=[i in {*ordered, *collectives} for i in range(count)],
+        communicates=[i in collectives for i in range(count)],
         reads=reads,
         num_bytes=num_bytes or [1] * count,
         gradients=gradients,

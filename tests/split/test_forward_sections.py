@@ -21,15 +21,24 @@ def _parameters(count: int) -> list[Parameter]:
 
 
 def _facts(
-    first_use: dict[int, int], num_calls: int = 10, illegal: tuple[int, ...] = ()
+    first_use: dict[int, int],
+    num_calls: int = 10,
+    illegal: tuple[int, ...] = (),
+    by_size: tuple[int, ...] = (),
+    collectives: tuple[int, ...] = (),
 ) -> ForwardFacts:
+    """Facts of a forward; boundaries `by_size` are illegal where sizes are symbols."""
+    inner = range(num_calls + 1)
+    possible = [0 < p < num_calls and p not in illegal for p in inner]
     return ForwardFacts(
         num_calls=num_calls,
         first_use=first_use,
-        legal_bounds=[0 < p < num_calls and p not in illegal for p in range(num_calls + 1)],
+        legal_bounds=[possible[p] and p not in by_size for p in inner],
+        legal_bounds_without_sizes=possible,
         last_effect=[position + 1 for position in range(num_calls)],
         call_names=[f"n{position}" for position in range(num_calls)],
-        is_fixed=[False] * num_calls,
+        is_fixed=[position in collectives for position in range(num_calls)],
+        communicates=[position in collectives for position in range(num_calls)],
     )
 
 

@@ -406,6 +406,11 @@ def runs_graphs(name: str) -> bool:
     return name in names.RUNNING_GRAPHS.text.split()
 
 
+def applies_function(name: str) -> bool:
+    """Whether a higher-order operator is a call of an `autograd.Function`: forward, backward, *."""
+    return name == names.FUNCTION_APPLY.text
+
+
 def is_triton_kernel(target: object) -> bool:
     """Whether a call runs a user's Triton kernel, which may write to what it is given."""
     return target is names.TRITON_KERNEL.get()

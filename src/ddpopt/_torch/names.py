@@ -501,6 +501,12 @@ RUNNING_GRAPHS = PrivateText(
     Need.SPLIT,
     "such a call is not known to be pure, so it keeps its place",
 )
+FUNCTION_APPLY = PrivateText(
+    "higher-order operators",
+    "autograd_function_apply",
+    Need.BACKWARD,
+    "the proof does not see where the backward of an autograd.Function ends",
+)
 EFFECT_TOKENS = PrivateText(
     "operators",
     "_make_token.default _sink_tokens.default",

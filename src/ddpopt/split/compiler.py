@@ -85,8 +85,8 @@ from ddpopt.split.nodes import (
     output_values,
     uses_streams,
 )
-from ddpopt.split.proof import prove_backward, prove_forward
-from ddpopt.split.releases import ReleaseOrder
+from ddpopt.split.proof import Releases, prove_backward, prove_forward
+from ddpopt.split.releases import ReleaseOrder, mark_functions
 from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
 from ddpopt.split.sections import (
     choose_backward_sections,
@@ -138,10 +138,10 @@ def compile_under_ddp(
 def _disagreement(graph: str, refusal: NotCutError) -> DisagreementError:
     """The error of a rank that cannot cut a graph which others may cut, see [Note: collectives]."""
     return DisagreementError(
-        f"graph {graph} has collectives of its own, or calls that may be some, and this rank cannot "
-        f"cut it, because {refusal}; where other ranks cut it, they issue its collectives and "
-        "DDP's allreduces in another order, and would wait for this one: compile on all ranks "
-        "without cuts, options={'enabled': False}, or remove the cause"
+        f"graph {graph} has collectives of its own, or calls that may be some, and this rank "
+        f"cannot cut it, because {refusal}; where other ranks cut it, they issue its collectives "
+        "and DDP's allreduces in another order, and would wait for this one: compile on all "
+        "ranks without cuts, options={'enabled': False}, or remove the cause"
     )
 
 
@@ -309,6 +309,8 @@ class GraphCompiler:
         self._device = torch.device("cpu")
         # When AOTAutograd's trace of the backward released each gradient.
         self._release_order = ReleaseOrder(())
+        # The arguments that go straight into each `autograd.Function` of the graph, by its number.
+        self._function_arguments: Mapping[int, frozenset[int]] = {}
         # AOTAutograd's callbacks leave these for each other, and for `_cut_backward`.
         self._forward_outputs: Sequence[ForwardOutput] = ()
         self._stored: _StoredCut | None = None
@@ -445,6 +447,7 @@ class GraphCompiler:
             for argument, value in enumerate(example_inputs)
             if isinstance(value, torch.Tensor) and value.requires_grad
         ]
+        self._function_arguments = mark_functions(traced)
         add_token(traced, differentiated)
         self._release_order = ReleaseOrder(differentiated)
         # AOTAutograd traces, or finds the result in its cache. Meanwhile it calls `edit_forward`,
@@ -532,7 +535,18 @@ class GraphCompiler:
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, reachable)
-        prove_backward(backward, cut, sections, reachable, self.argument_of, unwritten)
+        releases = Releases(
+            num_before=num_released_before, function_arguments=self._function_arguments
+        )
+        prove_backward(
+            backward,
+            cut,
+            sections,
+            reachable,
+            self.argument_of,
+            parameters=unwritten,
+            releases=releases,
+        )
         text = _text_of_backward(sections)
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         graphs = {"original": self._gm, "original_backward": backward, **pieces}

@@ -69,28 +69,25 @@ def may_communicate(node: fx.Node) -> bool:
     Collectives do, and operators of other libraries do not say. What draws random numbers, writes
     to a tensor or prints is not pure either, but works on this rank alone.
     """
-    if is_pure(node):
+    if is_pure(node) or node.op == "call_method":  # methods are a tensor's
         return False
-    name = name_of(node)
-    if node.op == "call_method":
-        return False  # of a tensor
+    library = _torch.namespace_of(node.target)
     if node.op == "call_module":
         # Only graphs from before Dynamo looked into modules have such calls.
         kind = type(attribute_of(node.graph.owning_module, node))
-        is_of_torch = kind.__module__.startswith("torch.nn.")
-        return not is_of_torch or issubclass(kind, torch.nn.SyncBatchNorm)
-    library = _torch.namespace_of(node.target)
-    if library is not None:
-        return library not in _LOCAL_LIBRARIES and not _torch.is_wait(node.target)
-    if _torch.is_higher_order(node.target):
+        is_local = kind.__module__.startswith("torch.nn.")
+        is_local &= not issubclass(kind, torch.nn.SyncBatchNorm)
+    elif library is not None:
+        is_local = library in _LOCAL_LIBRARIES or _torch.is_wait(node.target)
+    elif _torch.is_higher_order(node.target):
         # It runs graphs, or one operator, which is among its arguments (`run_with_rng_state`).
-        operators = [a for a in leaves(node.args) if _torch.namespace_of(a) is not None]
-        if not operators and not _torch.runs_graphs(name):
-            return True
-        if any(_torch.namespace_of(operator) not in _LOCAL_LIBRARIES for operator in operators):
-            return True
-        return any(map(may_communicate, _calls_of_graphs(node)))
-    return not _is_local_function(node.target)
+        libraries = {_torch.namespace_of(argument) for argument in leaves(node.args)} - {None}
+        is_local = bool(libraries) or _torch.runs_graphs(name_of(node))
+        is_local &= libraries <= _LOCAL_LIBRARIES
+        is_local &= not any(map(may_communicate, _calls_of_graphs(node)))
+    else:
+        is_local = _is_local_function(node.target)
+    return not is_local
 
 
 def _is_random(operator: Any) -> bool:

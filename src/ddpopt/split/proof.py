@@ -13,7 +13,10 @@ are equal, and each section does what the cut says of it.
 
 Of a backward it is shown besides that no call runs behind a gradient's release before which it
 stands, if it has an effect or reads memory that the program can reach; see [Note: order, as a hook
-sees it] in facts.py.
+sees it] in facts.py. What the autograd node that makes a gradient does is looked for once more, by
+the numbers of nodes and Functions rather than by where autograd released the gradient. And no call
+that may communicate runs before a release behind which it stands; see [Note: collectives] in
+sections.py.
 """
 
 from __future__ import annotations
@@ -49,12 +52,14 @@ from ddpopt.split.nodes import (
     call_nodes,
     is_differentiable,
     is_pure,
+    may_communicate,
     name_of,
     output_values,
     sets_mode,
     storage_keys,
     written_by,
 )
+from ddpopt.split.releases import function_of, num_released_before_call
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -65,13 +70,25 @@ def _require(holds: bool, otherwise: str) -> None:
 # ---- Backward --------------------------------------------------------------------------------
 
 
-def prove_backward(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Releases:
+    """What `releases.py` noted of a graph: where autograd releases gradients."""
+
+    # For the gradient of each argument, how many others autograd releases before it.
+    num_before: Mapping[int, int] = field(default_factory=dict)
+    # The arguments that go straight into each `autograd.Function`, by its number.
+    function_arguments: Mapping[int, AbstractSet[int]] = field(default_factory=dict)
+
+
+def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is proven against
     gm: fx.GraphModule,
     cut: Cut,
     sections: Sequence[SectionGraph],
     reachable: ReachableMemory,
     arguments: Mapping[int, int],
+    *,
     parameters: AbstractSet[int] = frozenset(),
+    releases: Releases | None = None,
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
 
@@ -87,10 +104,12 @@ def prove_backward(
         reachable: what `find_reachable` returned for it.
         arguments: each DDP parameter's position among the forward's arguments, by index.
         parameters: the positions of parameters that are frozen, or have a gradient in the graph.
+        releases: where autograd released the gradients; each where it is made, if that is unknown.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
     """
+    releases = releases or Releases()
     new_places = itertools.count()
     views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
 
@@ -128,8 +147,15 @@ def prove_backward(
     _require(run.released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
     _require(whole.writes == split.writes, "what is written to arguments differs")
-    facts = read_backward(gm, reachable, parameters)
-    _require_order(facts, call_nodes(gm.graph), whole, split, run.released_in)
+    facts = read_backward(gm, reachable, parameters, releases.num_before)
+    calls = call_nodes(gm.graph)
+    # The last section in which each event is.
+    ran_in: dict[Hashable, int] = {}
+    for event in split.events:
+        ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
+    _require_order(facts, calls, whole, ran_in, run.released_in)
+    _require_whole_nodes(gm, releases, whole, ran_in, run.released_in)
+    _require_collectives_behind(facts, releases, calls, whole, ran_in, run.released_in)
 
 
 @dataclass
@@ -209,18 +235,14 @@ def _require_order(
     facts: BackwardFacts,
     calls: Sequence[fx.Node],
     whole: _Program,
-    split: _Program,
+    ran_in: Mapping[Hashable, int],
     released_in: Mapping[int, int],
 ) -> None:
     """Require that no event is behind a release before which it stands in the whole graph.
 
-    `facts` and `calls` are the whole graph's. Gradients are released in the sections given.
+    `facts` and `calls` are the whole graph's. Events run, and gradients are released, in the
+    sections given.
     """
-    # The last section in which each event is.
-    ran_in: dict[Hashable, int] = {}
-    for event in split.events:
-        ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
-
     # The place of each event in the whole graph.
     place_of_call = {node: facts.pinned_places.get(k, k) for k, node in enumerate(calls)}
     before_all = {
@@ -249,6 +271,79 @@ def _require_order(
             last_sections[num_before] <= section,
             f"a call that stands before the release of gradient {argument} runs behind it",
         )
+
+
+def _require_whole_nodes(
+    gm: fx.GraphModule,
+    releases: Releases,
+    whole: _Program,
+    ran_in: Mapping[Hashable, int],
+    released_in: Mapping[int, int],
+) -> None:
+    """Require that no event of an autograd node is behind the release of the node's gradients.
+
+    Here nodes are told by their numbers: AOTAutograd gives all calls of a node one, but those of
+    all Functions share the highest, so these have marks of their own.
+    """
+    numbers = [_torch.autograd_number(node) for node in call_nodes(gm.graph)]
+    functions_number = max((number for number in numbers if number is not None), default=None)
+    views = repeats_of(gm)
+
+    def node_of(call: fx.Node) -> Hashable | None:
+        function = function_of(call)
+        if function is not None:
+            return ("Function", function)
+        number = _torch.autograd_number(call)
+        return None if number == functions_number else number
+
+    last_section: dict[Hashable, int] = {}
+    for event in whole.events:
+        call = event.node
+        if call.target is torch.ops.aten.copy_.default and isinstance(call.args[1], fx.Node):
+            # A write to an argument, at the graph's end: the node is that of the value.
+            call = memory_of(call.args[1], views)
+        node = node_of(call)
+        last_section[node] = max(ran_in[event.what], last_section.get(node, 0))
+
+    for argument, gradient in gradient_nodes(gm).items():
+        nodes: set[Hashable] = {node_of(memory_of(gradient, views))}
+        # A Function may return the gradient that it got, or a view of it, as that of its input.
+        for function, arguments in releases.function_arguments.items():
+            if argument in arguments:
+                nodes.add(("Function", function))
+        for node in nodes - {None}:
+            _require(
+                last_section.get(node, 0) <= released_in[argument],
+                f"a call of the autograd node that makes gradient {argument} runs behind its "
+                "release",
+            )
+
+
+def _require_collectives_behind(
+    facts: BackwardFacts,
+    releases: Releases,
+    calls: Sequence[fx.Node],
+    whole: _Program,
+    ran_in: Mapping[Hashable, int],
+    released_in: Mapping[int, int],
+) -> None:
+    """Require that no call that may communicate runs before a release behind which it stands."""
+    what_of = {event.node: event.what for event in whole.events}
+    for place, call in enumerate(calls):
+        if not may_communicate(call):
+            continue
+        section = ran_in[what_of[call]]
+        mark = num_released_before_call(call)
+        for argument, released in released_in.items():
+            if mark is not None and argument in releases.num_before:
+                is_behind = releases.num_before[argument] < mark
+            else:  # made again, or of a graph of which nothing was noted
+                is_behind = facts.release_places[argument] < place
+            _require(
+                released < section or not is_behind,
+                f"{call.name}, which may communicate, runs before the release of gradient "
+                f"{argument}, behind which it stands",
+            )
 
 
 # ---- Forward ---------------------------------------------------------------------------------

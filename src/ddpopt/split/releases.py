@@ -13,9 +13,9 @@ autograd node that makes it. A traced graph does not show where that is:
 Call 0 makes the gradient of `w`, yet a hook on `w` finds the new `amax`. A Function may even return
 the gradient that it got: then no call of its own makes that. So autograd is asked. AOTAutograd
 traces a backward by running it, and runs the hooks of the graph's arguments too. `watch_arguments`
-has each argument given such a hook, by an operator that is a call of the traced graph. When autograd
-releases a gradient the hook marks the calls that were traced since the last release with the
-number of gradients that had been released before them. torch carries such marks from graph to
+has each argument given such a hook, by an operator that is a call of the traced graph. When
+autograd releases a gradient, the hook marks the calls that were traced since the last release with
+the number of gradients that had been released before them. torch carries such marks from graph to
 graph. Of what a forward computes nothing is marked, so calls that are made again in backward have
 no mark either.
 """
@@ -25,15 +25,18 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt.split.nodes import attribute_of, name_of
 
 _MARK = "ddpopt_num_released"
+_FUNCTION_MARK = "ddpopt_function"
 
 
 def num_released_before_call(call: fx.Node) -> int | None:
@@ -80,7 +83,8 @@ class ReleaseOrder:
         self._last_node = None
         for argument, tensor in zip(self._arguments, tensors, strict=True):
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._release, argument))
+                release = functools.partial(self._release, argument)
+                tensor.register_hook(release)  # type: ignore[no-untyped-call]  # torch's
 
     def _end_forward(self, graph: fx.Graph) -> None:
         self._last_node = next(reversed(graph.nodes))
@@ -101,11 +105,66 @@ _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
     "ddpopt_release_order", default=None
 )
 
+# ---- Functions, for the proof ----------------------------------------------------------------
+
+
+def mark_functions(gm: fx.GraphModule) -> dict[int, frozenset[int]]:
+    """Number the calls of `autograd.Function`s in Dynamo's graph, and mark their backward's calls.
+
+    Returns the graph's arguments that go straight into each. By this the proof finds out in a way
+    of its own where the backward of a Function ends.
+    """
+    arguments_of: dict[int, frozenset[int]] = {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    _mark_functions(gm, {node: k for k, node in enumerate(placeholders)}, arguments_of)
+    return arguments_of
+
+
+def _mark_functions(
+    gm: fx.GraphModule,
+    argument_of: Mapping[fx.Node, int],
+    arguments_of: dict[int, frozenset[int]],
+) -> None:
+    for node in gm.graph.nodes:
+        graphs = [
+            attribute_of(gm, source) for source in node.all_input_nodes if source.op == "get_attr"
+        ]
+        graphs = [graph for graph in graphs if isinstance(graph, fx.GraphModule)]
+        if not graphs:
+            continue
+        if _torch.applies_function(name_of(node)):
+            number = len(arguments_of)
+            sources = [argument_of[n] for n in node.all_input_nodes if n in argument_of]
+            arguments_of[number] = frozenset(sources)
+            _, backward, *_ = graphs
+            for graph in (m.graph for m in backward.modules() if isinstance(m, fx.GraphModule)):
+                for call in graph.nodes:
+                    _torch.set_mark(call, _FUNCTION_MARK, number)
+            continue
+        # A checkpoint or the like: the graph that it runs, then that graph's inputs.
+        inner = graphs[0].graph.find_nodes(op="placeholder")
+        operands = node.args[1:]
+        known = {}
+        if len(graphs) == 1 and len(inner) == len(operands):
+            known = {
+                placeholder: argument_of[operand]
+                for placeholder, operand in zip(inner, operands, strict=True)
+                if isinstance(operand, fx.Node) and operand in argument_of
+            }
+        for graph in graphs:
+            _mark_functions(graph, known, arguments_of)
+
+
+def function_of(call: fx.Node) -> int | None:
+    """The number of the Function in whose backward a call was made; None for any other call."""
+    return _torch.mark_of(call, _FUNCTION_MARK)
+
+
 # ---- The operators ---------------------------------------------------------------------------
 
 # AOTAutograd's cache takes a graph with operators, but none with functions that it does not know.
 # As "composite" they are replaced by what they do wherever a graph is traced.
-_OPERATORS = torch.library.Library("ddpopt", "DEF")
+_OPERATORS: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]
 _OPERATORS.define("watch_releases(Tensor(a) token, Tensor[] arguments) -> Tensor(a)")
 _OPERATORS.define("end_forward(Tensor token) -> Tensor")
 

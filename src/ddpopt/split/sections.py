@@ -334,7 +334,8 @@ def _require_order_of_collectives(
     arguments = sorted(released_in, key=facts.release_places.__getitem__)
     places = [facts.release_places[argument] for argument in arguments]
     sections = [released_in[argument] for argument in arguments]
-    # For each k: the last section that releases one of the first k, the first that does a later one.
+    # For each k: the last section that releases one of the first k of these gradients, and the
+    # first that releases one of the others.
     last_before = list(itertools.accumulate(sections, max, initial=-1))
     first_behind = list(itertools.accumulate(reversed(sections), min, initial=len(bounds)))[::-1]
     for place, call in enumerate(order):
