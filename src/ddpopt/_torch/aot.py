@@ -139,7 +139,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             # the cut's key, since the code of a graph does not depend on where others are cut.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
             with _tagging_cache(tag), not_bundled:
-                return _compile_part(graph, values, **options)
+                return compile_part(graph, values, **options)
 
         forwards: list[Any] = []
 
@@ -190,12 +190,12 @@ def for_sections(compiler: CompilerFn) -> CompilerFn:
     compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
 
     def compile_section(section: fx.GraphModule, inputs: list[Any]) -> Any:
-        return compile_fx(section, inputs, inner_compile=_compile_part, config_patches=patches)
+        return compile_fx(section, inputs, inner_compile=compile_part, config_patches=patches)
 
     return compile_section
 
 
-def _compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
     """Compile as Inductor's inner compiler does, but so that complex values keep their order.
 
     Inductor generates no code for complex values, so it calls ATen for what works on them. Take

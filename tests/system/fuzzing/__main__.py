@@ -76,6 +76,7 @@ def _run_cases(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
         simplify_s=arguments.simplify_minutes * 60,
         inner=arguments.inner,
         feature=arguments.feature,
+        cuts_finely=arguments.check_code,
     )
     began_s = told_s = time.monotonic()
     failures = []

@@ -110,21 +110,35 @@ class Campaign:
     """Runs cases by their numbers, with `run`, and makes those that fail simpler.
 
     `simplify_s` is how long that may take for each. `inner` is the inner compiler of all cases, if
-    given, and `feature` what those that are run have in common; see `Case.features`.
+    given, and `feature` what those that are run have in common; see `Case.features`. With
+    `cuts_finely` as many sections are made of each case as can be, and each graph once.
     """
 
-    def __init__(self, run: Run, *, simplify_s: float, inner: str = "", feature: str = "") -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        simplify_s: float,
+        inner: str = "",
+        feature: str = "",
+        cuts_finely: bool = False,
+    ) -> None:
         self.tally = Tally()
         self._run = run
         self._simplify_s = simplify_s
         self._inner = inner
         self._feature = feature
+        self._cuts_finely = cuts_finely
 
     def try_case(self, number: int) -> Failure | None:
         """Run the case of a number."""
         case = draw_case(number)
         if self._inner:
             case = with_inner(case, self._inner)
+        if self._cuts_finely:
+            case = dataclasses.replace(
+                case, split="backward", cap_bytes=200, copied="", has_second=False
+            )
         if self._feature and self._feature not in case.features():
             return None
         finding = self._run(case)
