@@ -28,6 +28,7 @@ class Filters(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_model_with_complex_numbers_trains_as_unsplit(one_rank: None, split: str) -> None:
     """In backward to the bit.
