@@ -131,6 +131,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     """A compiler like `inductor`, which `inductor()` made, but with a cut backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
+        names.COMPILE_FX_INNER.get()  # an error of ours is one of Inductor's once that compiles
         cached = None if cutting.cache_key is None else _cached()
         tag = _cache_tag() + _NOT_DONATED
 
@@ -187,6 +188,7 @@ def for_sections(compiler: CompilerFn) -> CompilerFn:
     """The same compiler for a section of a forward; differs if `inductor()` made it."""
     if not isinstance(compiler, names.INDUCTOR.get()):
         return compiler
+    names.COMPILE_FX_INNER.get()  # as above
     compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
 
     def compile_section(section: fx.GraphModule, inputs: list[Any]) -> Any:
