@@ -16,8 +16,9 @@ from tests.support.documents import ROOT, environment
 from tests.support.ranks import Ranks
 from tests.system.fuzzing import planted
 from tests.system.fuzzing.campaign import Campaign, Failure, Tally, draw_case
-from tests.system.fuzzing.checking import FAILURES, Finding, relative_error, run_case
-from tests.system.fuzzing.kept import KEPT
+from tests.system.fuzzing.checking import CODE_DIFFERS, FAILURES, Finding, run_case
+from tests.system.fuzzing.kept import COMPLEX, KEPT
+from tests.system.fuzzing.rounding import relative_error
 from tests.system.fuzzing.spec import Block, Case
 
 NUM_CASES = 16
@@ -97,6 +98,16 @@ def test_planted_bugs_are_found(fresh_ranks: Ranks, bug: str) -> None:
     assert failure.finding.outcome in ("differs", "raises")
 
 
+def test_code_that_does_not_compute_what_its_graph_does_is_found(fresh_ranks: Ranks) -> None:
+    """Of Inductor's, with a fault of torch's that sections are compiled without."""
+    finding = run_case(
+        fresh_ranks, KEPT[COMPLEX], planted.WRITES_COMPLEX_IN_PLACE, checks_code=True
+    )
+    assert finding.outcome == CODE_DIFFERS
+    assert "output 1: relative error" in finding.detail
+    assert "aten.slice_scatter" in finding.detail
+
+
 def _is_split(finding: Finding) -> bool:
     return max(finding.sections, default=1) > 1
 
@@ -159,3 +170,4 @@ def test_errors_are_relative_to_the_largest_element() -> None:
     assert relative_error(ones, ones.double()) == float("inf")
     assert relative_error(ones, ones * float("nan")) == float("inf")
     assert relative_error(ones * float("nan"), ones * float("nan")) == 0.0
+    assert relative_error(ones * (1 + 1j), ones * (1 + 2j)) == 0.5

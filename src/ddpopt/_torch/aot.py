@@ -131,7 +131,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     """A compiler like `inductor`, which `inductor()` made, but with a cut backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
-        compile_fx_inner = names.COMPILE_FX_INNER.get()
+        names.COMPILE_FX_INNER.get()  # an error of ours is one of Inductor's once that compiles
         cached = None if cutting.cache_key is None else _cached()
         tag = _cache_tag() + _NOT_DONATED
 
@@ -140,7 +140,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             # the cut's key, since the code of a graph does not depend on where others are cut.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
             with _tagging_cache(tag), not_bundled:
-                return compile_fx_inner(graph, values, **options)
+                return compile_part(graph, values, **options)
 
         forwards: list[Any] = []
 
@@ -182,6 +182,58 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
+
+
+def for_sections(compiler: CompilerFn) -> CompilerFn:
+    """The same compiler for a section of a forward; differs if `inductor()` made it."""
+    if not isinstance(compiler, names.INDUCTOR.get()):
+        return compiler
+    names.COMPILE_FX_INNER.get()  # as above
+    compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
+
+    def compile_section(section: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(section, inputs, inner_compile=compile_part, config_patches=patches)
+
+    return compile_section
+
+
+def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """Compile as Inductor's inner compiler does, but so that complex values keep their order.
+
+    Inductor generates no code for complex values, so it calls ATen for what works on them. Take
+    `z = slice_scatter(y, y[:, 1:8] * 2, 1, 1, 8)`, where nobody reads y after it: Inductor writes
+    in place, `v = aten.slice(y, 1, 1, 8); aten.copy_(v, ...)`, and z is y from then on. But it
+    calls `aten.slice` too, and its scheduler takes the write for one to v alone. So whatever reads
+    z is free to run before the write, and does if less memory is needed in that order, or if it is
+    fused with a kernel that runs before. Which of these happens to a graph is chance, so that a
+    section can compute something else than the whole graph (torch 2.13 and 2.15; see docs/faq.md).
+
+    Without the pass there are no such writes. Whatever else writes to a part of a complex tensor
+    keeps its place as long as nothing is ordered anew.
+    """
+    settings: dict[PrivateName, Any] = {}
+    if has_complex_values(graph):
+        reinplace = names.REINPLACE_PASS.name
+        names.REINPLACE_PASS.get()  # the pass might have another name if the function has
+        # LIMIT: TORCHINDUCTOR_DISABLED_PASSES in the environment overrides this.
+        disabled = ",".join(filter(None, [str(names.DISABLED_PASSES.get()), reinplace]))
+        settings = {names.DISABLED_PASSES: disabled, names.REORDER_FOR_MEMORY: False}
+    # Inductor's cache knows code by its settings too.
+    with names.settings(settings):
+        return names.COMPILE_FX_INNER.get()(graph, inputs, **options)
+
+
+def has_complex_values(gm: fx.GraphModule) -> bool:
+    """Whether a graph of ATen, or one that it runs, has a complex value; its inputs count."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            value = aten_value(node)
+            for part in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(part, torch.Tensor) and part.is_complex():
+                    return True
+    return False
 
 
 def _cached() -> Any:

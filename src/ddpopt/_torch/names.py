@@ -440,6 +440,12 @@ INDUCTOR_CONFIG = PrivateName("Inductor wrapper", "config", Need.BACKWARD)
 INDUCTOR_OPTIONS = PrivateName(_INDUCTOR, "list_options", Need.SPLIT)
 CUDAGRAPHS = PrivateName(f"{_INDUCTOR}.config.triton", "cudagraphs", Need.BACKWARD)
 FALLBACK_RANDOM = PrivateName(f"{_INDUCTOR}.config", "fallback_random", Need.COPY)
+REORDER_FOR_MEMORY = PrivateName(f"{_INDUCTOR}.config", "reorder_for_peak_memory", Need.SPLIT)
+DISABLED_PASSES = PrivateName(f"{_INDUCTOR}.config", "disabled_passes", Need.SPLIT)
+# Inductor calls the pass by the name of this function.
+REINPLACE_PASS = PrivateName(
+    f"{_INDUCTOR}.fx_passes.reinplace", "reinplace_inplaceable_ops", Need.SPLIT
+)
 
 # ---- Modules and logs --------------------------------------------------------------------------
 

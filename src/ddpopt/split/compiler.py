@@ -630,7 +630,8 @@ class GraphCompiler:
             f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)
         }
         show(self._gm, cut, text, {"original": self._gm, **pieces, "stitched": stitched})
-        call = compile_forward_sections(stitched, example_inputs, self._options.inner, self._name)
+        inner = _torch.for_sections(self._options.inner)
+        call = compile_forward_sections(stitched, example_inputs, inner, self._name)
         return _Result(cut, text, call)
 
 

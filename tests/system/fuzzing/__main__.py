@@ -1,6 +1,7 @@
 """Run random cases for a long time, and print the failing ones.
 
 python -m tests.system.fuzzing --cases 5000 --minutes 120 --log fuzz.log
+python -m tests.system.fuzzing --inner inductor --check-code --ranks 1 --minutes 480
 """
 # test: skip, it is for a night; tests/system/test_fuzz.py runs a few cases
 
@@ -35,6 +36,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--inner", default="", help="the inner compiler, instead of any")
     parser.add_argument("--feature", default="", help="only cases with it, as the tally names it")
     parser.add_argument("--ranks", type=int, default=2, help="how many processes train")
+    parser.add_argument(
+        "--check-code", action="store_true", help="compare the code of sections with their graphs"
+    )
     parser.add_argument("--plant", default="", help="a bug of planted.py, to test the fuzz")
     parser.add_argument("--log", help="append failures, progress and counts to a file as well")
     return parser.parse_args()
@@ -62,7 +66,7 @@ def _run_cases(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
     workers = Ranks(arguments.ranks)
 
     def run(case: Case) -> Finding:
-        finding = run_case(workers, case, arguments.plant)
+        finding = run_case(workers, case, arguments.plant, checks_code=arguments.check_code)
         if finding.outcome not in (EQUAL, EQUAL_TO_UNSPLIT, *FAILURES):
             output.say(f"{finding.outcome}:\n    {case},\n{finding.detail[-_SHOWN:]}")
         return finding
@@ -72,6 +76,7 @@ def _run_cases(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
         simplify_s=arguments.simplify_minutes * 60,
         inner=arguments.inner,
         feature=arguments.feature,
+        cuts_finely=arguments.check_code,
     )
     began_s = told_s = time.monotonic()
     failures = []
@@ -89,6 +94,8 @@ def _run_cases(arguments: argparse.Namespace, output: _Output) -> list[Failure]:
                 told_s = time.monotonic()
                 rate = campaign.tally.num_cases / (told_s - began_s) * 60
                 counts = dict(campaign.tally.outcomes)
+                if arguments.check_code:
+                    counts["sections"] = campaign.tally.num_codes
                 output.say(f"up to case {number}, {rate:.1f} a minute: {counts}")
     except KeyboardInterrupt:
         output.say("interrupted")

@@ -34,7 +34,8 @@ class Part(nn.Module):
         self.make(earlier)
         self.dtype = getattr(torch, block.dtype)
         for name, parameter in self.named_parameters(recurse=False):
-            setattr(self, name, nn.Parameter(parameter.detach().to(self.dtype)))
+            if not parameter.is_complex():
+                setattr(self, name, nn.Parameter(parameter.detach().to(self.dtype)))
         for module in self.children():
             if module is not self.inner and module not in earlier:
                 module.to(self.dtype)
@@ -257,6 +258,27 @@ class Cell(Part):
         return self.cell(x, torch.tanh(x))
 
 
+class Recurrent(Part):
+    """A recurrent layer that Dynamo unrolls, over the two halves of each row."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        width = WIDTH // 2
+        if self.choice % 3 == 0:
+            self.layer = nn.GRU(width, width, num_layers=2, batch_first=True)
+        elif self.choice % 3 == 1:
+            self.layer = nn.RNN(width, width // 2, bidirectional=True, batch_first=True)
+        else:  # torch.compile cannot have an nn.LSTM that trains on CPUs (2.13)
+            self.layer = nn.LSTMCell(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.unflatten(1, (2, WIDTH // 2))
+        if not isinstance(self.layer, nn.LSTMCell):
+            return self.layer(halves)[0].flatten(1)
+        first = self.layer(halves[:, 0])
+        second = self.layer(halves[:, 1], first)
+        return torch.cat([first[0], second[0]], 1)
+
+
 class Parametrized(Part):
     """A weight that is computed from others."""
 
@@ -305,6 +327,99 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         return gradient * weight * 0.5, (gradient * x).sum(0)
+
+
+class Complex(Part):
+    """Complex numbers: Fourier transforms, rotations, a product of matrices, writes to parts."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        pairs = torch.randn(WIDTH, 2) / 2
+        if self.choice % 2:
+            self.weight = nn.Parameter(torch.view_as_complex(pairs))
+        else:
+            self.weight = nn.Parameter(pairs)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # There is no complex number of bfloat16, and a complex parameter is one of float32.
+        wide = self.layer(x).to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        weight = self.weight
+        if not weight.is_complex():
+            weight = torch.view_as_complex(weight.to(wide.dtype))
+        return self.rotate(wide, weight).to(x.dtype)
+
+    def rotate(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        half = WIDTH // 2
+        if self.choice % 6 < 2:
+            return torch.fft.irfft(torch.fft.rfft(x) * weight[: half + 1], n=WIDTH)
+        if self.choice % 6 == 2:
+            pairs = torch.view_as_complex(x.unflatten(1, (half, 2)))
+            turned = pairs * torch.polar(torch.ones_like(x[0, :half]), weight.angle()[:half])
+            return torch.view_as_real(turned).flatten(1) + turned.abs().repeat(1, 2)
+        if self.choice % 6 == 3:
+            spectrum = torch.fft.fft(x) * weight
+            return spectrum.real + torch.fft.ifft(spectrum).imag
+        if self.choice % 6 == 4:
+            spectrum = torch.fft.rfft(x)
+            filtered = spectrum.clone()
+            filtered[:, 1:half] *= weight[1:half]
+            filtered[:, 0] = spectrum[:, 0].conj() * weight[0]
+            return torch.fft.irfft(filtered, n=WIDTH)
+        numbers = torch.complex(x, -x)
+        turned = numbers @ torch.outer(weight, weight.conj()).to(numbers.dtype)
+        return torch.view_as_real(turned).select(2, 1)
+
+
+class Scatter(Part):
+    """Values that are gathered and put elsewhere, several at one place."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("places", torch.tensor([3, 1, 1, 6, 0, 3, 7, 2]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x))
+        if self.choice % 6 == 0:
+            return torch.index_put(x, (self.places[: len(x)] % len(x),), y, accumulate=True)
+        if self.choice % 6 == 1:
+            return x * y + torch.zeros_like(x).scatter_add(1, self.places.expand_as(y), y)
+        if self.choice % 6 == 2:
+            return torch.index_add(x, 1, self.places[: WIDTH // 2], y[:, ::2], alpha=2)
+        if self.choice % 6 == 3:
+            part = torch.slice_scatter(x, y[:, : WIDTH // 2] * 2, 1, 2, 2 + WIDTH // 2)
+            return torch.select_scatter(part, y[:, 0] * x[:, 1], 1, 1)
+        if self.choice % 6 == 4:
+            return x.scatter_reduce(1, self.places.expand_as(y), y, "mean") * y
+        gathered = y.gather(1, self.places.expand_as(y))
+        return torch.index_copy(gathered, 1, self.places[3:6], x[:, :3] * y[:, 3:6])
+
+
+class Strided(Part):
+    """Writes to every other element, to diagonals, and through views with strides of their own."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        z = y.clone()
+        if self.choice % 6 == 0:
+            z[::2] = x[::2] * self.weight
+        elif self.choice % 6 == 1:
+            z.diagonal().mul_(self.weight[: min(z.shape)])
+            z[:, 1:].diagonal().add_(x.diagonal()[: min(len(x), WIDTH - 1)])
+        elif self.choice % 6 == 2:
+            windows = z.unfold(1, 4, 2) @ self.weight[:4]
+            z = F.pad(windows, (0, WIDTH - windows.shape[1])) + y
+        elif self.choice % 6 == 3:
+            z[:, ::2], z[:, 1::2] = y[:, 1::2] * self.weight[::2], y[:, ::2]
+        elif self.choice % 6 == 4:
+            torch.as_strided(z, (len(x), WIDTH // 2), (WIDTH, 2)).mul_(self.weight[::2])
+        else:
+            z.t()[1:4].add_(self.weight[1:4, None] * x.t()[:3])
+            z = torch.roll(z, 1, 1).flip(0)
+        return torch.tanh(z)
 
 
 class Function(Part):

@@ -37,11 +37,13 @@ class Tally:
     most_sections: collections.Counter[int] = field(default_factory=collections.Counter)
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     num_simpler: int = 0
+    num_codes: int = 0
 
     def add(self, case: Case, finding: Finding) -> None:
         """Count one case."""
         self.outcomes[finding.outcome] += 1
         self.features.update(case.features())
+        self.num_codes += finding.num_codes
         if not finding.is_discarded:
             self.most_sections[max(finding.sections, default=1)] += 1
             self.reasons.update(set(finding.reasons))
@@ -53,6 +55,7 @@ class Tally:
         self.most_sections += other.most_sections
         self.reasons += other.reasons
         self.num_simpler += other.num_simpler
+        self.num_codes += other.num_codes
 
     @property
     def num_cases(self) -> int:
@@ -80,6 +83,8 @@ class Tally:
         lines = [f"{self.num_cases} cases, and {self.num_simpler} while making failures simpler"]
         lines += [f"  {self.outcomes[o]:6d}  {o}" for o in OUTCOMES if self.outcomes[o]]
         lines.append(f"{self.num_split} of {self.num_compared} compared were split ({share:.0%})")
+        if self.num_codes:
+            lines.append(f"code of {self.num_codes} sections was compared with their graphs")
         lines.append(f"most sections of a graph: number of cases: {sections}")
         lines += [f"  {count:6d}  {name}" for name, count in sorted(self.reasons.items())]
         lines += [f"  {count:6d}  {name}" for name, count in sorted(self.features.items())]
@@ -105,21 +110,35 @@ class Campaign:
     """Runs cases by their numbers, with `run`, and makes those that fail simpler.
 
     `simplify_s` is how long that may take for each. `inner` is the inner compiler of all cases, if
-    given, and `feature` what those that are run have in common; see `Case.features`.
+    given, and `feature` what those that are run have in common; see `Case.features`. With
+    `cuts_finely` as many sections are made of each case as can be, and each graph once.
     """
 
-    def __init__(self, run: Run, *, simplify_s: float, inner: str = "", feature: str = "") -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        simplify_s: float,
+        inner: str = "",
+        feature: str = "",
+        cuts_finely: bool = False,
+    ) -> None:
         self.tally = Tally()
         self._run = run
         self._simplify_s = simplify_s
         self._inner = inner
         self._feature = feature
+        self._cuts_finely = cuts_finely
 
     def try_case(self, number: int) -> Failure | None:
         """Run the case of a number."""
         case = draw_case(number)
         if self._inner:
             case = with_inner(case, self._inner)
+        if self._cuts_finely:
+            case = dataclasses.replace(
+                case, split="backward", cap_bytes=200, copied="", has_second=False
+            )
         if self._feature and self._feature not in case.features():
             return None
         finding = self._run(case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.system.fuzzing.spec import Block, Case
 
+COMPLEX = "complex numbers in sections that Inductor compiles"
 KEPT: dict[str, Case] = {
     # Aliases that order the first step's gradients made zeros of none.
     "zeros for parameters without a gradient": Case(
@@ -81,6 +82,10 @@ KEPT: dict[str, Case] = {
         blocks=(Block(kind="linear"), Block(kind="ordered", choice=1)),
         outputs=("jagged",),
         container="list",
+    ),
+    # Inductor wrote in place to a part of a complex tensor, behind a reader of the whole.
+    COMPLEX: Case(
+        blocks=(Block(kind="complex", choice=1), Block(kind="complex", choice=1)), inner="inductor"
     ),
     # Its gradients' sums in bfloat16 cancel but for a few bits, and three addends in another order
     # gave others than eager, as far from float64's.

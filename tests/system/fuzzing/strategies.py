@@ -28,6 +28,10 @@ PLAIN = (
     "parametrized",
     "pruned",
     "noted",
+    "recurrent",
+    "complex",
+    "scatter",
+    "strided",
 )
 EFFECTS = ("counted", "noisy", "ordered", "told", "checked", "linalg", "linalg")
 COLLECTIVES = ("collective", "statistics")
