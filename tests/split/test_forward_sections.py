@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -103,14 +104,7 @@ def test_a_section_that_hands_nothing_on_is_merged() -> None:
     facts = _facts(uses)
     last_effect = [*facts.last_effect]
     last_effect[5] = 5  # what [3, 6) computes is used inside it only
-    facts = ForwardFacts(
-        num_calls=10,
-        first_use=uses,
-        legal_bounds=facts.legal_bounds,
-        last_effect=last_effect,
-        call_names=facts.call_names,
-        is_fixed=facts.is_fixed,
-    )
+    facts = dataclasses.replace(facts, last_effect=last_effect)
     assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3]
 
 

@@ -104,8 +104,7 @@ def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
 
     What else each rank compiled does not matter: sections, fallbacks and shapes of inputs may
     differ, since the Reducer has the same buckets on all ranks and launches them in the same order.
-    But if a graph has collectives of its own, cuts decide which of DDP's come between them. A call
-    that is not known to be pure may be one.
+    But if a graph has collectives of its own, ranks have to issue these and DDP's in one order.
     """
     try:
         reduced, caps = _torch.reducer_parameters(ddp), _torch.reducer_caps(ddp)
@@ -121,8 +120,8 @@ def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
         Fact("find_unused_parameters", str(ddp.find_unused_parameters)),
         Fact("static_graph", str(ddp.static_graph)),
         Fact(
-            "where graphs with collectives of their own are cut",
-            str(sorted({_describe_cut(cut) for cut in cuts} - {""})),
+            "the order of collectives in graphs that have some of their own",
+            str(sorted({_describe_order(cut) for cut in cuts} - {""})),
             "DDP's collectives come between others of the model there, so that ranks wait for each "
             "other: compile with the same options on all ranks, all with options={'enabled': "
             "False} if some must",
@@ -133,14 +132,16 @@ def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
     return facts
 
 
-def _describe_cut(cut: Cut) -> str:
-    """How many calls that may be collectives each section has; empty without such calls."""
-    if not cut.sections:
-        return f"whole, with {cut.num_fixed} such calls" if cut.num_fixed else ""
-    counts = [section.num_fixed for section in cut.sections]
-    if not any(counts):
-        return ""
-    return f"{cut.split} sections with {', '.join(map(str, counts))} such calls"
+def _describe_order(cut: Cut) -> str:
+    """In which order a graph communicates and releases gradients; empty if it does not.
+
+    It is the same wherever the graph is cut, but a graph that is left whole has another.
+    """
+    if cut.order:
+        return f"that of {cut.split}, {cut.order}"
+    if cut.num_collectives:
+        return f"whole, with {cut.num_collectives} calls that may be collectives"
+    return ""
 
 
 def _not_compiled(model: torch.nn.Module) -> str:

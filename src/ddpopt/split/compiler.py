@@ -53,9 +53,10 @@ from ddpopt.split.backward import (
     make_section_graphs,
     return_token_itself,
 )
-from ddpopt.split.cut import Cut, GraphText, parts_of_buckets
+from ddpopt.split.cut import Cut, GraphText, digest_of_order, parts_of_buckets
 from ddpopt.split.dump import find_crossings, is_showing, show, write
 from ddpopt.split.facts import (
+    BackwardFacts,
     ForwardOutput,
     find_reachable,
     forward_outputs,
@@ -81,7 +82,8 @@ from ddpopt.split.nodes import (
     call_nodes,
     describe,
     has_ragged_sizes,
-    is_pure,
+    may_communicate,
+    name_of,
     output_values,
     uses_streams,
 )
@@ -198,14 +200,14 @@ def _make_runner(
 
 def _new_cut(gm: fx.GraphModule, options: Options) -> Cut:
     """The record of a graph of which nothing is known yet: no sections, no buckets, no reason."""
-    calls, num_fixed = call_nodes(gm.graph), 0
+    calls, num_collectives = call_nodes(gm.graph), 0
     with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
-        num_fixed = sum(not is_pure(node) for node in calls)
+        num_collectives = sum(map(may_communicate, calls))
     return Cut(
         graph=_torch.graph_name(gm),
         inner=options.inner_name,
         num_nodes=len(calls),
-        num_fixed=num_fixed,
+        num_collectives=num_collectives,
     )
 
 
@@ -518,6 +520,10 @@ class GraphCompiler:
         order = self._release_order
         num_released_before = {argument: order.num_before(argument) for argument in made_here}
         facts = read_backward(backward, reachable, unwritten, num_released_before)
+        if any(facts.communicates):
+            self._empty_cut = dataclasses.replace(
+                self._empty_cut, order=self._order_of_backward(backward, facts)
+            )
         final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
@@ -565,6 +571,20 @@ class GraphCompiler:
             argument_of_output=argument_of_output,
         )
         return compiled, stored
+
+    def _order_of_backward(self, backward: fx.GraphModule, facts: BackwardFacts) -> str:
+        """The digest of the order in which a backward communicates and releases gradients."""
+        collectives = {
+            call: name_of(node)
+            for call, node in enumerate(call_nodes(backward.graph))
+            if facts.communicates[call]
+        }
+        releases = {
+            parameter.name: facts.release_places[self.argument_of[parameter.index]]
+            for parameter in self._reduced
+            if self.argument_of.get(parameter.index) in facts.release_places
+        }
+        return digest_of_order(collectives, releases)
 
     def make_backward(
         self, compiled: Sequence[Any], stored: _StoredCut
@@ -618,7 +638,8 @@ class GraphCompiler:
             write(self._gm, cut, text, {"original": self._gm})
             return _Result(cut, text, None)
 
-        cut = dataclasses.replace(cut, sections=sections).with_buckets(cut.buckets)
+        cut = dataclasses.replace(cut, sections=sections, order=self._order_of_forward())
+        cut = cut.with_buckets(cut.buckets)
         stitched = make_stitched_graph(self._copy, sections)
         prove_forward(self._gm, cut, stitched, self.argument_of)
         text = GraphText(
@@ -633,6 +654,22 @@ class GraphCompiler:
         inner = _torch.for_sections(self._options.inner)
         call = compile_forward_sections(stitched, example_inputs, inner, self._name)
         return _Result(cut, text, call)
+
+    def _order_of_forward(self) -> str:
+        """The digest of the order in which a forward communicates and uses parameters first.
+
+        Empty for one that does not communicate.
+        """
+        if not self.communicates:
+            return ""
+        collectives = {
+            call: name_of(node)
+            for call, node in enumerate(call_nodes(self._copy.graph))
+            if self._facts.communicates[call]
+        }
+        name_by_index = {parameter.index: parameter.name for parameter in self._reduced}
+        uses = {name_by_index[index]: use for index, use in self._facts.first_use.items()}
+        return digest_of_order(collectives, uses)
 
 
 def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[int, ...], ...] | None:

@@ -17,7 +17,9 @@ A *plan* is something else: which gradients share a bucket, see `planning/plan.p
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,8 +80,11 @@ class Cut:
     split: str = "forward"
     # Why it is not the backward, although that was wanted.
     backward_fallback: Reason | None = None
-    # How many calls of Dynamo's graph are not known to be pure, as in `Section`.
-    num_fixed: int = 0
+    # How many calls of Dynamo's graph may communicate, or their backward may.
+    num_collectives: int = 0
+    # A digest of the order in which a graph with such calls issues them and releases gradients. It
+    # is the program's own, whatever the sections are; see [Note: collectives] in sections.py.
+    order: str = ""
 
     @property
     def frame(self) -> str:
@@ -194,6 +199,23 @@ class Cut:
         if of_backward:
             return f"{line}; cut in forward, not in backward, {of_backward}"
         return line
+
+
+def digest_of_order(collectives: Mapping[int, str], releases: Mapping[str, int]) -> str:
+    """A short text that is equal for equal orders of collectives and releases.
+
+    `collectives` are the names of operators by their place in a graph. `releases` has for each
+    parameter the place behind which its gradient is released, or is used first. Between two
+    collectives the order of releases does not matter.
+    """
+    places = sorted(collectives)
+    groups: list[list[str]] = [[] for _ in (*places, None)]
+    for name, place in sorted(releases.items()):
+        groups[bisect.bisect_right(places, place)].append(name)
+    events = [groups[0]]
+    for place, group in zip(places, groups[1:], strict=True):
+        events += [[collectives[place]], group]
+    return hashlib.sha256(repr(events).encode()).hexdigest()[:12]
 
 
 # ---- What people are shown of it -------------------------------------------------------------
