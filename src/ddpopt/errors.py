@@ -156,7 +156,8 @@ class Reason(enum.Enum):
     )
     COLLECTIVES_AND_SIZES = (
         "it has collectives of its own, or calls that may be some, and a size that is a symbol on "
-        "this rank, and may be a constant on others, forbids a boundary",
+        "this rank, and may be a constant on others, forbids a boundary of its forward; use "
+        "split='backward', or torch.compile(..., dynamic=False)",
         _LOST,
         _HERE,
     )

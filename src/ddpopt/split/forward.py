@@ -34,11 +34,14 @@ from ddpopt.split.nodes import (
     find_overwritten,
     is_composite,
     is_differentiable,
+    is_pure,
     output_values,
     written_by,
 )
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.steps.sections import Label, report_runs
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # ---- The copy --------------------------------------------------------------------------------
 
@@ -50,9 +53,10 @@ def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, val_map={}))
+    for node in reversed(list(graph.nodes)):  # a number's users have their own before it does
+        _compute_again_for_each_user(node)
     for node in list(graph.nodes):
         _inline_constant(node)
-        _read_again_for_each_user(node)
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             _move_next_to_producer(node, node.args[0])
     copied = _torch.graph_module(gm, graph)
@@ -74,19 +78,26 @@ def _inline_constant(node: fx.Node) -> None:
         user.kwargs = fx.map_arg(user.kwargs, lambda n: constant if n is node else n)
 
 
-def _read_again_for_each_user(node: fx.Node) -> None:
-    """Give each user of a float argument its own `item` call: the tensor behind it can cross."""
-    is_float_argument = (
-        node.target == "item"
-        and isinstance(_torch.dynamo_value(node), torch.SymFloat)
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].op == "placeholder"
-    )
-    if not is_float_argument:
+def _compute_again_for_each_user(node: fx.Node) -> None:
+    """Give each user of a number its own call: what the number comes of can cross.
+
+    Only integers can cross themselves. `scale = float(x.shape[1]) / 8` is a number where the size
+    is a symbol, and a constant where it is not, so it should not decide where a graph is cut.
+    """
+    value = _torch.dynamo_value(node)
+    if node.op == "placeholder" or not isinstance(value, torch.SymFloat | torch.SymBool):
         return
-    for user in list(node.users)[1:]:
-        with node.graph.inserting_before(user):
-            user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
+    # A float argument comes as a tensor, `item` of which is read.
+    sources = [n for n in node.all_input_nodes if n.op != "placeholder"]
+    are_numbers = all(isinstance(_torch.dynamo_value(n), _SYMBOLS) for n in sources)
+    if not are_numbers or not is_pure(node):
+        return
+    for user in list(node.users):
+        if user.op != "output":
+            with node.graph.inserting_before(user):
+                user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
+    if not node.users:
+        node.graph.erase_node(node)
 
 
 def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:

@@ -1,0 +1,223 @@
+"""A gradient is released where autograd releases it: behind all that its autograd node does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddpopt.errors import Reason
+from ddpopt.split import facts
+from ddpopt.split.gates import CompiledSection, Run
+from ddpopt.split.nodes import is_pure, may_communicate
+from tests.support.cuts import only_cut
+
+SIZE = 16
+CAP = {"bucket_cap_mb": 0.0005, "broadcast_buffers": False}  # each layer has a bucket of its own
+
+
+class NotesAfterGradient(torch.autograd.Function):
+    """A linear layer whose backward makes the weight's gradient first, then notes what it got."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, note)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, note = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        of_input = gradient @ weight
+        note.copy_(gradient.abs().max())
+        return of_input, of_weight, None
+
+
+class NotesOfWeight(torch.autograd.Function):
+    """The identity on a weight; its backward notes the gradient's size and returns the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, note: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(note)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (note,) = ctx.saved_tensors
+        note.copy_(gradient.abs().max())
+        return gradient, None
+
+
+class ReadsAfterGradient(torch.autograd.Function):
+    """A linear layer whose backward reads a buffer when the weight's gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, note)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, note = ctx.saved_tensors
+        return (gradient @ weight) * torch.cos(note), gradient.t() @ x, None
+
+
+def _linear(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torch.Tensor:
+    return NotesAfterGradient.apply(x, layer.weight, note) + layer.bias
+
+
+def _identity(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torch.Tensor:
+    return x @ NotesOfWeight.apply(layer.weight, note).t() + layer.bias
+
+
+def _transposed(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torch.Tensor:
+    """As `_identity`, of a view of the weight."""
+    return x @ NotesOfWeight.apply(layer.weight.t(), note) + layer.bias
+
+
+def _reading(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torch.Tensor:
+    return ReadsAfterGradient.apply(x, layer.weight, note) + layer.bias
+
+
+def _checkpointed(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torch.Tensor:
+    return checkpoint(_linear, x, layer, note, use_reentrant=False)
+
+
+Step = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
+
+
+class Layers(nn.Module):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))
+        for k in range(4):
+            self.register_buffer(f"note{k}", torch.ones(()))
+
+    def note(self, k: int) -> torch.Tensor:
+        return getattr(self, f"note{k}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(self.step(x, layer, self.note(k)))
+        return x
+
+
+def _scale_by_notes(model: Layers) -> None:
+    """Have a hook on each weight read the layer's note, and update it."""
+    for k, layer in enumerate(model.layers):
+
+        def hook(weight: torch.Tensor, k: int = k) -> None:
+            weight.grad.div_(model.note(k) + 1e-6)
+            with torch.no_grad():
+                model.note(k).add_(0.5)
+
+        layer.weight.register_post_accumulate_grad_hook(hook)
+
+
+def _train(step: Step, split: str | None) -> tuple[DistributedDataParallel, list[torch.Tensor]]:
+    """Train for three steps, eagerly without a split; return what gradients were in each."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = model = DistributedDataParallel(Layers(step), **CAP)
+    _scale_by_notes(ddp.module)
+    if split is not None:
+        options = {"inner": "aot_eager", "split": split}
+        model = torch.compile(ddp, backend="ddpopt", options=options)
+    gradients = []
+    for number in range(3):
+        torch.manual_seed(number)
+        ddp.zero_grad()
+        model(torch.randn(8, SIZE) * (1 + number)).square().mean().backward()
+        gradients += [parameter.grad.clone() for parameter in ddp.parameters()]
+    return ddp, gradients
+
+
+STEPS: Sequence[Step] = (_linear, _identity, _transposed, _reading, _checkpointed)
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_hook_finds_all_that_the_node_of_its_gradient_did(
+    one_rank: None, step: Step, split: str
+) -> None:
+    """A Function notes something after the gradient is there, or returns one as it got it."""
+    _, expected = _train(step, None)
+    ddp, actual = _train(step, split)
+    assert len(only_cut(ddp).sections) == 4
+    for number, (gradient, other) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(gradient, other), number
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_stack_of_functions_is_cut_between_its_layers(one_rank: None, step: Step) -> None:
+    """Each weight's hook runs before the section of the layer below begins."""
+    events: list[str] = []
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Layers(step), **CAP)
+    for k, layer in enumerate(ddp.module.layers):
+        layer.weight.register_hook(lambda _, k=k: events.append(f"weight {k}"))
+    options = {"inner": "aot_eager", "split": "backward"}
+    model = torch.compile(ddp, backend="ddpopt", options=options)
+    original = CompiledSection._run
+
+    def noting(section: CompiledSection, run: Run) -> Any:
+        events.append(f"section {section.label.section}")
+        return original(section, run)
+
+    for _ in range(3):  # until DDP has formed its buckets, gradients arrive behind all sections
+        events.clear()
+        with mock.patch.object(CompiledSection, "_run", noting):
+            model(torch.randn(8, SIZE)).sum().backward()
+    for k in range(1, 4):
+        # Layer k's weight is of bucket 3 - k, and its bias of the bucket before.
+        assert events.index(f"weight {k}") < events.index(f"section {4 - k}"), events
+
+
+def _where_it_is_made(
+    _calls: Sequence[fx.Node], gradients: dict[int, tuple[int, ...]], _num_before: Any
+) -> dict[int, int]:
+    return {argument: max(calls, default=-1) for argument, calls in gradients.items()}
+
+
+@pytest.mark.parametrize("step", [_linear, _identity])
+def test_a_release_before_the_node_is_done_is_not_proven(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, step: Step
+) -> None:
+    """The proof finds a node's calls by numbers, whatever the planner took for its end."""
+    monkeypatch.setattr(facts, "_release_places", _where_it_is_made)
+    ddp, _ = _train(step, "backward")
+    cut = only_cut(ddp)
+    assert cut.fallback is Reason.NOT_PROVEN
+    assert "runs behind its release" in cut.detail
+
+
+def test_a_function_that_dynamo_does_not_look_into_is_known_as_impure(one_rank: None) -> None:
+    """`allow_in_graph` puts one into the graph as a call of Dynamo's own."""
+    graphs = []
+
+    @torch._dynamo.allow_in_graph
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(Doubled.apply, backend=keep)(torch.ones(2, requires_grad=True))
+    (gm,) = graphs
+    (call,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    assert not is_pure(call)
+    assert may_communicate(call)
