@@ -35,9 +35,9 @@ class RecomputationError(DDPOptError, RuntimeError):
 
 
 class HookError(DDPOptError, RuntimeError):
-    """A hook did what the sections of a backward cannot follow: gradients would be wrong.
+    """A hook, or a pipeline's schedule, did what the sections of a backward cannot follow.
 
-    Change the hook as the message says.
+    Gradients would be wrong. Change it, or the split, as the message says.
     """
 
 

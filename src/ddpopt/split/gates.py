@@ -18,6 +18,9 @@ gate 1, which passes it on to gate 2, and so on. Accumulation comes before any g
 autograd runs AccumulateGrad nodes first; so DDP's hooks launch the allreduce of a bucket before the
 next section starts. An abandoned backward drops the handle, which frees the run's values.
 
+Each section runs once in a run, when it is its turn. Whoever hooks autograd's nodes sees the handle
+too, and may lose it, or keep it and give it to a gate in another backward: the gate refuses that.
+
 In the first steps gradients arrive behind all sections, in an order of ours: see `runner.py`.
 """
 
@@ -55,6 +58,7 @@ class Run:
 
     values: list[Any]
     versions: dict[int, int]
+    num_sections_begun: int = 0
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
@@ -86,6 +90,7 @@ class CompiledSection:
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:
+        run.num_sections_begun += 1
         if self.flow.watches:
             self._check_unwritten(run)
         values = [run.values[slot] for slot in self.flow.takes]
@@ -183,15 +188,22 @@ class Gate(torch.autograd.Function):
     def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the section, release its gradients, and pass on the run."""
         section: CompiledSection = ctx.section
-        if handle is None:  # the sections before were not asked for
-            return (None, None, None, *[None] * len(section.flow.releases))
         run: Run | None = getattr(handle, "ddpopt_run", None)
-        if run is None:
+        if handle is None or run is None or run.num_sections_begun != section.label.section:
+            # The schedules that the message names run a stage's backward to its input
+            # (`stage_backward_input`), and later the nodes on its way once more, with the gradients
+            # that these got (`stage_backward_weight`). Sections that could run again would not
+            # help: a weight has edges from two nodes, the graph's own and a gate, and torch then
+            # has it in two groups, both of which add to its gradient (`get_param_groups`, 2.13).
             raise HookError(
-                "a hook on the autograd node of a compiled graph (grad_fn.register_hook, or "
-                "the old Module.register_backward_hook) has returned gradients in place of "
-                "those that it got, one of which is ddpopt's own; use Tensor.register_hook or "
-                "Module.register_full_backward_hook"
+                f"backward section {section.label.section} of graph {section.label.graph} has got "
+                "another gradient than ddpopt's own, by which the section before it passes on "
+                "values. Either a hook on an autograd node (grad_fn.register_hook or "
+                "register_prehook, or the old Module.register_backward_hook) has returned "
+                "gradients in place of those that it got, or nodes run again with gradients that "
+                "were kept, as in zero-bubble schedules of torch.distributed.pipelining; use "
+                "Tensor.register_hook or Module.register_full_backward_hook, or compile with "
+                "options={'split': 'forward'}"
             )
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refuse_double_backward(lambda: run.context.run(section.run, run), handle)
