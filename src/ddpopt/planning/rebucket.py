@@ -287,7 +287,12 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 def take_back(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
-    """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
+    """Give `ddp` back the buckets, by index, that it had before a plan, and their limits.
+
+    Within a bucket parameters are as their gradients arrive, as DDP has them: the next search takes
+    them to be.
+    """
+    buckets = [state.get(ddp).in_arrival_order(bucket) for bucket in buckets]
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
     _plans.set(ddp, None)

@@ -232,11 +232,10 @@ class _Tuner(Subscriber):
         if self._meeting is None:
             if is_communicating and stopwatch.num_backwards == last_backward - 1:
                 self._announce(ddp, stage, stopwatch)
-        elif stopwatch.num_backwards == last_backward:
+        elif stopwatch.num_backwards == last_backward and torch.is_grad_enabled():
             # They meet before the first forward with gradients, also one under no_sync: a new
             # Reducer would know nothing of what that accumulates.
-            if torch.is_grad_enabled():
-                self._meet(ddp, stage, stopwatch)
+            self._meet(ddp, stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if self._stage is not None and will_communicate(ddp):
