@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
-from ddpopt import _torch
-from ddpopt.planning import static_graph
 from tests.support.buckets import real_buckets
 from tests.support.models import assert_equal_states, batches, state_of, twins
 from tests.support.plans import plan_of
@@ -58,7 +57,7 @@ def _call_twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# ---- What a loop may do in a step -----------------------------------------------------------------
+# ---- What a loop may do in a step ----------------------------------------------------------------
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 
@@ -102,7 +101,7 @@ def _freeze(model: Model, ddp: DistributedDataParallel, x: torch.Tensor) -> None
 
 
 def _fail_in_forward(model: Model, ddp: DistributedDataParallel, x: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="size|shape"):
+    with pytest.raises(RuntimeError, match=r"size|shape"):
         model(x[:, 1:].repeat(1, 2))
 
 
@@ -199,7 +198,7 @@ def _actions(rank: int, kind: type[Net]) -> Iterator[tuple[str, Callable[..., No
     yield _broadcast.__name__, _broadcast
 
 
-# ---- The table ------------------------------------------------------------------------------------
+# ---- The table -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -228,11 +227,22 @@ class _Twins:
         for optimizer in self._optimizers:
             optimizer.step()
 
-    def compile_and_run(self, inputs: list[torch.Tensor]) -> None:
+    def compile_and_run(self, inputs: list[torch.Tensor], buckets: str = "ddp") -> Model:
         """Take the first steps, with compiled code; from there on arrivals are known."""
-        compiled = torch.compile(self.ddp, backend="ddpopt", options={"inner": "aot_eager"})
+        options = {"inner": "aot_eager", "buckets": buckets}
+        compiled: Model = torch.compile(self.ddp, backend="ddpopt", options=options)
         for x in inputs:
             self.run(_step, x, compiled)
+        return compiled
+
+
+@contextlib.contextmanager
+def _naming(cell: str) -> Iterator[None]:
+    """Name the cell of the table in which an error arises."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(cell) from error
 
 
 def _train_table(rank: int, kind: type[Net], options: dict[str, Any]) -> int:
@@ -251,11 +261,8 @@ def _train_table(rank: int, kind: type[Net], options: dict[str, Any]) -> int:
                 if kind is Net:  # DDP puts parameters that a static graph does not use last
                     assert [len(bucket) for bucket in real_buckets(pair.ddp)] == list(plan.sizes)
                 for step in range(3):
-                    try:
+                    with _naming(f"{name}, in step {acting_step}; in step {step}"):
                         pair.run(act if step == acting_step else _step, inputs[step])
-                    except Exception as error:
-                        cell = f"{name}, in step {acting_step}; in step {step}"
-                        raise AssertionError(cell) from error
                 num_cells += 1
     return num_cells
 
@@ -298,3 +305,29 @@ def test_a_rank_may_run_out_of_batches_in_the_first_steps_with_a_new_reducer(
 ) -> None:
     """In DDP's own first step with a static graph one may not: it reduces once more."""
     ranks.run(_join_after_change, options)
+
+
+def _act_around_a_plan(rank: int, path: str, options: dict[str, Any]) -> list[int]:
+    inputs = batches(rank, [(4, WIDTH)] * 5)
+    with _group() as group:
+        pair = _Twins(Net, group, **options)
+        compiled = pair.compile_and_run(inputs[:2], path)
+        # In the third step buckets change.
+        pair.run(_differentiate_first if rank == 0 else _step, inputs[2], compiled)
+        for act in (_forward_alone, _differentiate_by_input, _evaluate):
+            if rank == 0:
+                act(pair.expected, pair.expected, inputs[3])
+                act(compiled, pair.ddp, inputs[3])
+            dist.barrier(group=group)
+            pair.run(_step, inputs[3], compiled)
+        return [len(bucket) for bucket in real_buckets(pair.ddp)]
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_so_it_is_where_buckets_are_those_of_a_file(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Compiled code runs, and ranks change buckets within a forward."""
+    path = tmp_path / "plan.json"
+    plan_of(Net(), (1, 3, 2)).save(path)
+    assert ranks.run(_act_around_a_plan, str(path), options) == [[1, 3, 2]] * 2
