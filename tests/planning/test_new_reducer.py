@@ -43,14 +43,33 @@ class Net(nn.Module):
 
 
 class Uneven(Net):
-    """Gradients of layer 0 arrive twice, from two reentrant checkpoints, and of layer 2 never."""
+    """Gradients arrive twice, once, never, and as None.
+
+    Those of layer 0 from two reentrant checkpoints, those of layer 1 as usual, of layer 2 never,
+    and the scale has None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](_call_twice(self.layers[0], x)).tanh()
+        return self.layers[1](_call_twice(self.layers[0], self.scale, x)).tanh()
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 @torch.compiler.disable  # compiled, a checkpoint runs no backward of its own
-def _call_twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _call_twice(layer: nn.Module, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    x = _Scale.apply(x, scale)
     x = x + torch.zeros(WIDTH, requires_grad=True)  # a checkpoint without gradients has no backward
     for _ in range(2):
         x = checkpoint(layer, x, use_reentrant=True).tanh()
@@ -252,7 +271,8 @@ def _train_table(rank: int, kind: type[Net], options: dict[str, Any]) -> int:
     with _group() as group:
         pair = _Twins(kind, group, **options)
         pair.compile_and_run(inputs)
-        plans = [plan_of(pair.ddp.module, sizes) for sizes in ((1, 3, 2), (2, 4))]
+        num_others = len(list(pair.ddp.parameters())) - 4
+        plans = [plan_of(pair.ddp.module, sizes) for sizes in ((1, 3, num_others), (4, num_others))]
         for acting_step in range(2):
             for name, act in _actions(rank, kind):
                 plan = plans[num_cells % 2]

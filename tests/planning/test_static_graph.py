@@ -50,9 +50,10 @@ def _fail(_gradient: torch.Tensor) -> None:
 def test_arrivals_are_those_of_a_backward_that_ddp_reduces(ranks: Ranks) -> None:
     """Neither DDP's own first one, nor one under no_sync, nor one that raises counts.
 
-    Gradients of layer 0 arrive from two reentrant checkpoints, and layer 2 is not used.
+    That of the scale arrives too, as None.
     """
-    arrivals = {0: 2, 1: 2, 2: 1, 3: 1}
+    scale, weight_0, bias_0, weight_1, bias_1 = range(5)
+    arrivals = {scale: 1, weight_0: 2, bias_0: 2, weight_1: 1, bias_1: 1}
     for known in ranks.run(_count):
         assert known == [None, None, None, arrivals, arrivals]
 

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -662,6 +662,15 @@ def replace_reducer(
         row.get(names.REDUCER.get(ddp))
     # The Reducer alone may hold the nodes that accumulate gradients, and with them users' hooks.
     nodes = [accumulate_node(tensor) for tensor in reduced]
+    arrival = list(itertools.chain.from_iterable(buckets))
+    num_in_order = dict.fromkeys(arrival, 1)
+    has_gradient = set(arrival)
+    if ddp.static_graph and num_arrivals is not None:
+        num_in_order = {index: num_arrivals[index] for index in arrival if index in num_arrivals}
+        # On how many ranks a parameter got a gradient in the first step. On none, though there are
+        # arrivals, if a function of the program's returns None for it: DDP leaves it without.
+        num_ranks = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))().tolist()
+        has_gradient = {index for index, num in enumerate(num_ranks) if num}
     names.CAPS_BYTES.set(list(caps_bytes), ddp)
     if names.BUCKET_CONFIG.is_expected:
         config = names.BUCKET_CONFIG.get(ddp)
@@ -675,14 +684,10 @@ def replace_reducer(
         with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
             make_reducer(ddp, list(reduced), list(reduced.values()))
         del nodes
-        arrival = list(itertools.chain.from_iterable(buckets))
-        if not follows_arrival_order(ddp):
-            pass  # such a Reducer keeps the buckets that it is made with
-        elif not ddp.static_graph:
-            pass_first_steps(ddp, dict.fromkeys(arrival, 1))
-        elif num_arrivals is not None:
-            used = [index for index in arrival if index in num_arrivals]
-            pass_first_steps(ddp, {index: num_arrivals[index] for index in used})
+        # One that looks for unused parameters keeps the buckets that it is made with.
+        is_known = not ddp.static_graph or num_arrivals is not None
+        if follows_arrival_order(ddp) and is_known:
+            pass_first_steps(ddp, num_in_order, has_gradient)
     except Exception as error:
         # No memory for the buckets, for one. Other ranks have the new ones, so that this one cannot
         # go back.
@@ -732,7 +737,9 @@ def make_reducer(
         names.LOGGER_SET_STATIC.get(names.LOGGER.get(ddp))()
 
 
-def pass_first_steps(ddp: DistributedDataParallel, num_arrivals: Mapping[int, int]) -> None:
+def pass_first_steps(
+    ddp: DistributedDataParallel, num_arrivals: Mapping[int, int], has_gradient: Collection[int]
+) -> None:
     """Take a new Reducer to where any other is from its third step on. Collective.
 
     Each Reducer does something once. In its first backward it notes the order in which gradients
@@ -748,6 +755,7 @@ def pass_first_steps(ddp: DistributedDataParallel, num_arrivals: Mapping[int, in
         num_arrivals: how often each gradient arrives in a backward, by parameter index, in the
             order in which buckets are to be formed. Without those that never arrive on this rank,
             as there may be in a static graph.
+        has_gradient: the parameters, by index, to which DDP gives the ranks' average.
     """
     reducer = names.REDUCER.get(ddp)
     arrive = names.AUTOGRAD_HOOK.get(reducer)
@@ -761,10 +769,9 @@ def pass_first_steps(ddp: DistributedDataParallel, num_arrivals: Mapping[int, in
                 arrive(index)
 
     try:
-        # DDP takes a parameter without a gradient for an unused one, and one that has a gradient
-        # would get the ranks' average.
         for index, tensor in enumerate(tensors):
-            tensor.grad = torch.zeros_like(tensor) if index in num_arrivals else None
+            is_used = index in num_arrivals and index in has_gradient
+            tensor.grad = torch.zeros_like(tensor) if is_used else None
         if ddp.static_graph:
             prepare_reducer(ddp)
             begin_backward([])

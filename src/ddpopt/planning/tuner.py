@@ -14,6 +14,8 @@ finely, and each rank notes when its gradients arrive. Then ranks meet and switc
    all meet again one backward later, a few times.
 4. From there on they are at the same place and use collectives: they measure the network and gather
    the times, rank 0 plans, each rank says whether the plan fits it, and all apply it, or none does.
+   The new Reducer's first steps, in which ranks communicate once more, are taken there too: from
+   then on any rank may run a forward more again (`_torch.pass_first_steps`).
 5. A few iterations later they meet once more: rank 0 compares, and if iterations did not get
    shorter, all undo the change.
 
