@@ -667,10 +667,7 @@ def replace_reducer(
     has_gradient = set(arrival)
     if ddp.static_graph and num_arrivals is not None:
         num_in_order = {index: num_arrivals[index] for index in arrival if index in num_arrivals}
-        # On how many ranks a parameter got a gradient in the first step. On none, though there are
-        # arrivals, if a function of the program's returns None for it: DDP leaves it without.
-        num_ranks = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))().tolist()
-        has_gradient = {index for index, num in enumerate(num_ranks) if num}
+        has_gradient = used_in_static_graph(ddp)
     names.CAPS_BYTES.set(list(caps_bytes), ddp)
     if names.BUCKET_CONFIG.is_expected:
         config = names.BUCKET_CONFIG.get(ddp)
@@ -795,6 +792,16 @@ def pass_first_steps(
 def awaits_static_graph(ddp: DistributedDataParallel) -> bool:
     """Whether DDP has yet to learn, in the next backward, which gradients a static graph has."""
     return bool(ddp.static_graph and not names.STATIC_ENQUEUED.get(ddp))
+
+
+def used_in_static_graph(ddp: DistributedDataParallel) -> set[int]:
+    """The parameters, by index, that got a gradient on some rank in the first backward.
+
+    One for which a function of the program's returns None is not among them, though this arrives:
+    DDP leaves it without a gradient.
+    """
+    num_ranks = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))().tolist()
+    return {index for index, num in enumerate(num_ranks) if num}
 
 
 def ready_ns(ddp: DistributedDataParallel) -> list[int]:

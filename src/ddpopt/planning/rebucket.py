@@ -32,7 +32,8 @@ from ddpopt.steps.forwards import (
 
 # The plan that is applied, if any.
 _plans: Slot[BucketPlan | None] = Slot(lambda: None, is_kept_at_reset=False)
-# Hooks that make a backward raise until the next forward.
+# Hooks that make a backward raise until the next forward; after it, with a static graph, one that
+# looks at what has come of the first backward.
 _guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), is_kept_at_reset=True)
 
 
@@ -364,6 +365,25 @@ def _begin_forward(ddp: DistributedDataParallel) -> None:
             "no_sync nor with all parameters frozen: DDP learns in its backward which gradients "
             "to expect; run one step first that has all of them, or compile the model with ddpopt "
             "and run two steps before rebucket"
+        )
+    _allow_backward(ddp)
+    if _torch.awaits_static_graph(ddp):
+        _guards.set(ddp, [ddp.register_forward_pre_hook(_check_first_backward)])
+
+
+def _check_first_backward(ddp: DistributedDataParallel, _inputs: object) -> None:
+    """A hook of the module's, until it is known that DDP has learned the gradients it expects.
+
+    DDP takes `torch.autograd.grad` for its first backward as well, and would then reduce nothing.
+    """
+    if not _guards.get(ddp) or _torch.awaits_static_graph(ddp):
+        return
+    if not _torch.used_in_static_graph(ddp):
+        raise PlanError(
+            "with static_graph=True DDP learns in the first backward after ddpopt.rebucket which "
+            "gradients to expect, and none arrived in it, as with torch.autograd.grad: gradients "
+            "are not reduced any more; start again, and run one step without that first, or "
+            "compile the model with ddpopt and run two steps before rebucket"
         )
     _allow_backward(ddp)
 
