@@ -63,8 +63,9 @@ class _Counter(Subscriber):
         self._ddp = weakref.ref(ddp)
         self._num: dict[int, int] = {}
         self._is_counting = False
-        # When DDP last took each gradient for ready, as the present forward began.
-        self._ready_ns: list[int] = []
+        # When DDP last took each gradient for ready, as the present forward began. Asked now, so
+        # that no step finds that the name has moved.
+        self._ready_ns = _torch.ready_ns(ddp)
         self._ends = _torch.BackwardEnds(self._end_backward)
         parameters = _torch.reducer_parameters(ddp)
         # Autograd's nodes live only as long as somebody holds them.
