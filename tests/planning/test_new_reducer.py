@@ -181,9 +181,9 @@ STEPS = [_step, _differentiate_first, _two_forwards, _two_backwards]
 
 
 def _joined(model: Model, ddp: DistributedDataParallel, x: torch.Tensor) -> None:
-    """Rank 1 has a batch less, and shadows the allreduces of rank 0's last one."""
+    """Rank 1 has no batch, and shadows the allreduces of rank 0's."""
     with ddp.join():
-        for _ in range(2 - dist.get_rank()):
+        if dist.get_rank() == 0:
             _loss(model, x).backward()
 
 
