@@ -323,6 +323,41 @@ def test_a_new_reducer_is_made_as_the_first_one_but_for_buckets(
             assert before == after
 
 
+@pytest.mark.parametrize("options", [{}, STATIC], ids=str)
+def test_a_change_of_reducers_runs_no_hook_and_leaves_gradients_alone(
+    one_rank: None, options: dict[str, Any]
+) -> None:
+    """A new Reducer takes its first steps with gradients of its own."""
+    ddp = DistributedDataParallel(MLP(1), **options)
+    calls = []
+
+    def note(*_arguments):  # type: ignore[no-untyped-def]  # DDP refuses annotations of others
+        calls.append("hook")
+
+    def reduce(_state, bucket):  # type: ignore[no-untyped-def]
+        calls.append("comm hook")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    ddp.register_comm_hook(None, reduce)
+    weight = ddp.module.layers[0].weight
+    weight.register_hook(note)
+    weight.register_post_accumulate_grad_hook(note)
+    _torch.accumulate_node(weight).register_hook(note)  # DDP alone keeps this node alive
+    train(ddp, batches(0, [(2, WIDTH)] * 3))
+    gradients = [parameter.grad for parameter in ddp.parameters()]
+    values = [gradient.clone() for gradient in gradients]
+    calls.clear()
+    _torch.replace_reducer(ddp, [[1], [0]], [1, 1], {0: 1, 1: 1})
+    assert calls == []
+    for parameter, gradient, value in zip(ddp.parameters(), gradients, values, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
+    assert _torch.final_buckets(ddp) == ((1,), (0,))
+    assert not _torch.will_rebuild_buckets(ddp)
+    train(ddp, batches(0, [(2, WIDTH)]))
+    assert sorted(calls) == ["comm hook"] * 2 + ["hook"] * 3
+
+
 def test_a_setting_that_is_not_known_is_found_where_it_is_set(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

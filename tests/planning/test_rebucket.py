@@ -208,6 +208,25 @@ def test_a_static_graph_begins_with_a_backward_that_has_all_gradients(ranks: Ran
         assert len(errors) == 2
 
 
+def _differentiate_before_static(rank: int) -> str:
+    """Nothing is compiled, so DDP has to learn in the next backward which gradients to expect."""
+    ddp = DistributedDataParallel(MLP(), static_graph=True)
+    x = batches(rank, [(4, 64)])[0].requires_grad_()
+    train(ddp, [x] * 2)
+    ddp.zero_grad()
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    loss = ddp(x).sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    return error_of(lambda: ddp(x))
+
+
+def test_a_static_graph_of_which_ddp_learns_nothing_is_an_error(ranks: Ranks) -> None:
+    """It would silently reduce no gradients any more."""
+    for error in ranks.run(_differentiate_before_static):
+        assert error.startswith("PlanError: with static_graph=True DDP learns")
+
+
 def _pass_by(rank: int) -> None:
     """A backward that is none of DDP's, between rebucket and the next forward of DDP's."""
     ddp = DistributedDataParallel(MLP())

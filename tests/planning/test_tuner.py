@@ -595,8 +595,8 @@ def _train_critic(rank: int, source: str) -> str:
     return tuning.find_tuner(models[0]).outcome
 
 
-def test_a_static_graph_gets_new_buckets_where_it_is_trained(ranks: Ranks, tmp_path: Path) -> None:
-    """DDP would learn from a backward in which all are frozen to expect no gradient."""
+def test_a_static_graph_gets_new_buckets_where_it_is_frozen(ranks: Ranks, tmp_path: Path) -> None:
+    """DDP would learn from that backward to expect no gradient, if it had yet to learn that."""
     for outcome in ranks.run(_train_critic, str(tmp_path / "plan.json")):
         assert outcome.startswith("buckets are those of")
 

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from ddpopt._torch.dynamo import (
     unwrap_compiled,
 )
 from ddpopt._torch.hidden import calls_users_code
-from ddpopt._torch.runtime import queue_callback
+from ddpopt._torch.runtime import queue_callback, run_in_backward
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Parameter
 
@@ -82,20 +82,22 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
 
 
 _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
+# Reducers whose numbers of parameters are ours, and whose first steps `pass_first_steps` has taken.
+_rebuilt_here: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
     """The Reducer's final buckets by parameter index, None if DDP does not tell (yet).
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
-    its initial buckets reports them itself.
+    its initial buckets, or was taken through its first steps here, reports them itself.
 
     Raises:
         TorchDriftError: the log numbers parameters otherwise than `reducer_parameters`.
     """
-    keeps_initial = not follows_arrival_order(ddp)
-    logged = None if keeps_initial else _logged_buckets(ddp)
-    if logged is None and not keeps_initial:
+    are_final = not follows_arrival_order(ddp) or names.REDUCER.get(ddp) in _rebuilt_here
+    logged = None if are_final else _logged_buckets(ddp)
+    if logged is None and not are_final:
         return None
     index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
     buckets = _ask_buckets(ddp) or ()
@@ -635,15 +637,37 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
 
 
 def replace_reducer(
-    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+    ddp: DistributedDataParallel,
+    buckets: Sequence[Sequence[int]],
+    caps_bytes: Sequence[int],
+    num_arrivals: Mapping[int, int] | None = None,
 ) -> None:
-    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order.
+    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order. Collective.
 
-    It has the same comm hooks and options, see `GIVEN_BY`. Like any Reducer it rebuilds its buckets
-    after its first iteration, with the limits `caps_bytes`, one for each bucket.
+    It has the same comm hooks and options, see `GIVEN_BY`. Its first steps are behind it, so that
+    it takes part in nothing that the one before would not: see `pass_first_steps`.
+
+    Args:
+        ddp: the module; no gradient waits to be reduced.
+        buckets: what the Reducer is made with.
+        caps_bytes: the limits, one for each bucket, at which it closes them when it rebuilds them.
+        num_arrivals: how often each gradient arrives in a backward of a static graph, on this rank,
+            by parameter index; without those that never do. None if that is not known on some rank:
+            then DDP has yet to learn it, in the next step.
     """
     reduced = reducer_parameters(ddp)
     hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
+    # Before anything is changed: a name that has moved leaves the Reducer in place.
+    for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
+        row.get(names.REDUCER.get(ddp))
+    # The Reducer alone may hold the nodes that accumulate gradients, and with them users' hooks.
+    nodes = [accumulate_node(tensor) for tensor in reduced]
+    arrival = list(itertools.chain.from_iterable(buckets))
+    num_in_order = dict.fromkeys(arrival, 1)
+    has_gradient = set(arrival)
+    if ddp.static_graph and num_arrivals is not None:
+        num_in_order = {index: num_arrivals[index] for index in arrival if index in num_arrivals}
+        has_gradient = used_in_static_graph(ddp)
     names.CAPS_BYTES.set(list(caps_bytes), ddp)
     if names.BUCKET_CONFIG.is_expected:
         config = names.BUCKET_CONFIG.get(ddp)
@@ -656,6 +680,11 @@ def replace_reducer(
     try:
         with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
             make_reducer(ddp, list(reduced), list(reduced.values()))
+        del nodes
+        # One that looks for unused parameters keeps the buckets that it is made with.
+        is_known = not ddp.static_graph or num_arrivals is not None
+        if follows_arrival_order(ddp) and is_known:
+            pass_first_steps(ddp, num_in_order, has_gradient)
     except Exception as error:
         # No memory for the buckets, for one. Other ranks have the new ones, so that this one cannot
         # go back.
@@ -703,6 +732,84 @@ def make_reducer(
         names.STATIC_ENQUEUED.set(False, ddp)
         names.REDUCER_SET_STATIC.get(names.REDUCER.get(ddp))()
         names.LOGGER_SET_STATIC.get(names.LOGGER.get(ddp))()
+
+
+def pass_first_steps(
+    ddp: DistributedDataParallel, num_arrivals: Mapping[int, int], has_gradient: Collection[int]
+) -> None:
+    """Take a new Reducer to where any other is from its third step on. Collective.
+
+    Each Reducer does something once. In its first backward it notes the order in which gradients
+    arrive, and the next forward with gradients, also that of an evaluation, forms buckets by it and
+    has rank 0 broadcast them. With a static graph a backward comes before that, in which it counts
+    how often each gradient arrives, and reduces them all at the end. In the first steps of a
+    training all ranks do the same. Later one of them may run a forward alone, or differentiate by
+    its input, so here these steps are taken while all ranks are together: gradients of zeros
+    arrive, and are reduced. None of the program's hooks runs, and its gradients stay.
+
+    Args:
+        ddp: a module with a new Reducer, without comm hooks.
+        num_arrivals: how often each gradient arrives in a backward, by parameter index, in the
+            order in which buckets are to be formed. Without those that never arrive on this rank,
+            as there may be in a static graph.
+        has_gradient: the parameters, by index, to which DDP gives the ranks' average.
+    """
+    reducer = names.REDUCER.get(ddp)
+    arrive = names.AUTOGRAD_HOOK.get(reducer)
+    begin_backward = names.PREPARE_FOR_BACKWARD.get(reducer)
+    tensors = list(reducer_parameters(ddp))
+    gradients = [tensor.grad for tensor in tensors]
+
+    def arrive_all() -> None:
+        for index, num in num_arrivals.items():
+            for _ in range(num):
+                arrive(index)
+
+    try:
+        for index, tensor in enumerate(tensors):
+            is_used = index in num_arrivals and index in has_gradient
+            tensor.grad = torch.zeros_like(tensor) if is_used else None
+        if ddp.static_graph:
+            prepare_reducer(ddp)
+            begin_backward([])
+            arrive_all()  # are counted
+            names.DELAY_ALL_REDUCE.get(reducer)()
+            names.STATIC_ENQUEUED.set(True, ddp)
+            prepare_reducer(ddp)
+        begin_backward([])
+        # Within a backward, at whose end the Reducer waits for its allreduces.
+        run_in_backward(arrive_all)
+    finally:
+        for tensor, kept in zip(tensors, gradients, strict=True):
+            tensor.grad = kept
+    is_rebuilt = names.REBUILD_BUCKETS.get(reducer)()
+    assert is_rebuilt, "it has noted an order, and follows it"
+    names.HAS_REBUILT_BUCKETS.set(True, ddp)
+    _seen_before_rebuild.add(reducer)
+    _rebuilt_here.add(reducer)
+
+
+def awaits_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has yet to learn, in the next backward, which gradients a static graph has."""
+    return bool(ddp.static_graph and not names.STATIC_ENQUEUED.get(ddp))
+
+
+def used_in_static_graph(ddp: DistributedDataParallel) -> set[int]:
+    """The parameters, by index, that got a gradient on some rank in the first backward.
+
+    One for which a function of the program's returns None is not among them, though this arrives:
+    DDP leaves it without a gradient.
+    """
+    num_ranks = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))().tolist()
+    return {index for index, num in enumerate(num_ranks) if num}
+
+
+def ready_ns(ddp: DistributedDataParallel) -> list[int]:
+    """When the Reducer last took each gradient for ready to be reduced, by parameter index.
+
+    In nanoseconds since the forward before it; it is 0 in a static graph's first backward.
+    """
+    return list(names.BACKWARD_STATS.get(names.REDUCER.get(ddp))())
 
 
 def prepare_reducer(ddp: DistributedDataParallel) -> None:

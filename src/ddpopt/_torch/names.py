@@ -317,6 +317,11 @@ OPTIMIZERS_IN_BACKWARD = PrivateName("Parameter", "_in_backward_optimizers", Nee
 
 ZEROS_LIKE_BUCKETS = PrivateName("Reducer", "_get_zeros_like_grad_buckets", Need.SPLIT)
 PREPARE_FOR_FORWARD = PrivateName("Reducer", "prepare_for_forward", Need.REBUCKET)
+PREPARE_FOR_BACKWARD = PrivateName("Reducer", "prepare_for_backward", Need.REBUCKET)
+AUTOGRAD_HOOK = PrivateName("Reducer", "_autograd_hook", Need.REBUCKET)
+DELAY_ALL_REDUCE = PrivateName("Reducer", "_delay_all_reduce", Need.REBUCKET)
+REBUILD_BUCKETS = PrivateName("Reducer", "_rebuild_buckets", Need.REBUCKET)
+BACKWARD_STATS = PrivateName("Reducer", "get_backward_stats", Need.REBUCKET)
 CHECK_FINALIZED = PrivateName("Reducer", "_check_reducer_finalized", Need.REBUCKET)
 LOCAL_USED_MAP = PrivateName("Reducer", "_get_local_used_map", Need.REBUCKET)
 REDUCER_SET_STATIC = PrivateName("Reducer", "_set_static_graph", Need.REBUCKET)

@@ -71,6 +71,15 @@ def queue_callback() -> Callable[[Callable[[], None]], None]:
     return names.QUEUE_CALLBACK.get()
 
 
+def run_in_backward(call: Callable[[], None]) -> None:
+    """Call a function in a backward of its own, in this thread, and end that."""
+    with torch.enable_grad():
+        # On the CPU, since autograd has threads of its own for other devices.
+        root = torch.zeros((), device="cpu", requires_grad=True)
+        root.register_hook(lambda _gradient: call())  # type: ignore[no-untyped-call]
+        root.backward()  # type: ignore[no-untyped-call]
+
+
 def is_autocast_on() -> bool:
     return bool(_autocasting_devices())
 

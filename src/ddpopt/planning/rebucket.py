@@ -16,6 +16,7 @@ from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt.errors import PlanError, TorchDriftError
+from ddpopt.planning import static_graph
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, require_equal
 from ddpopt.split import state
@@ -31,7 +32,8 @@ from ddpopt.steps.forwards import (
 
 # The plan that is applied, if any.
 _plans: Slot[BucketPlan | None] = Slot(lambda: None, is_kept_at_reset=False)
-# Hooks that make a backward raise until the next forward.
+# Hooks that make a backward raise until the next forward; after it, with a static graph, one that
+# looks at what has come of the first backward.
 _guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), is_kept_at_reset=True)
 
 
@@ -113,7 +115,11 @@ def find_pending(ddp: DistributedDataParallel) -> str:
 
 
 def watch(ddp: DistributedDataParallel) -> None:
-    """Note from this forward on whether gradients accumulate, for `find_pending`."""
+    """Note from this forward on whether gradients accumulate, for `find_pending`.
+
+    And how often they arrive in a static graph, for the new Reducer.
+    """
+    static_graph.watch(ddp)
     if not state.is_copy(ddp) and find_subscriber(ddp, _Accumulation) is None:
         subscribe(ddp, _Accumulation(ddp), Turn.REMEMBERS)
 
@@ -248,7 +254,18 @@ def agree(
         obstacle = pending or find_misfit(ddp, plan)
         if obstacle:
             raise PlanError(obstacle)
-        return [Fact("the plan", plan.hash)]
+        facts = [Fact("the plan", plan.hash)]
+        if ddp.static_graph:
+            # It decides which collectives follow.
+            is_known = static_graph.find_arrivals(ddp) is not None
+            facts.append(
+                Fact(
+                    "how often gradients arrive (static_graph=True)",
+                    "known" if is_known else "unknown",
+                    "compile the model on all ranks, and run two steps before",
+                )
+            )
+        return facts
 
     require_equal(
         ddp,
@@ -271,7 +288,12 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 def take_back(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
-    """Give `ddp` back the buckets, by index, that it had before a plan, and their limits."""
+    """Give `ddp` back the buckets, by index, that it had before a plan, and their limits.
+
+    Within a bucket parameters are as their gradients arrive, as DDP has them: the next search takes
+    them to be.
+    """
+    buckets = [state.get(ddp).in_arrival_order(bucket) for bucket in buckets]
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
     _plans.set(ddp, None)
@@ -280,7 +302,8 @@ def take_back(
 def _replace_reducer(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
-    _torch.replace_reducer(ddp, buckets, caps_bytes)
+    num_arrivals = static_graph.find_arrivals(ddp)
+    _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals)
     watching = find_subscriber(ddp, _Accumulation)
     if watching is not None:
         watching.forget_notes()
@@ -335,11 +358,32 @@ class _Permission(Subscriber):
 def _begin_forward(ddp: DistributedDataParallel) -> None:
     if not torch.is_grad_enabled():
         return  # an evaluation, after which a backward from before is still to be refused
-    if ddp.static_graph and not (will_communicate(ddp) and _torch.trains_any(ddp)):
+    is_reduced = will_communicate(ddp) and _torch.trains_any(ddp)
+    if _torch.awaits_static_graph(ddp) and not is_reduced:
         raise PlanError(
             "with static_graph=True the first forward after ddpopt.rebucket can neither be under "
             "no_sync nor with all parameters frozen: DDP learns in its backward which gradients "
-            "to expect; run one step first that has all of them"
+            "to expect; run one step first that has all of them, or compile the model with ddpopt "
+            "and run two steps before rebucket"
+        )
+    _allow_backward(ddp)
+    if _torch.awaits_static_graph(ddp):
+        _guards.set(ddp, [ddp.register_forward_pre_hook(_check_first_backward)])
+
+
+def _check_first_backward(ddp: DistributedDataParallel, _inputs: object) -> None:
+    """A hook of the module's, until it is known that DDP has learned the gradients it expects.
+
+    DDP takes `torch.autograd.grad` for its first backward as well, and would then reduce nothing.
+    """
+    if not _guards.get(ddp) or _torch.awaits_static_graph(ddp):
+        return
+    if not _torch.used_in_static_graph(ddp):
+        raise PlanError(
+            "with static_graph=True DDP learns in the first backward after ddpopt.rebucket which "
+            "gradients to expect, and none arrived in it, as with torch.autograd.grad: gradients "
+            "are not reduced any more; start again, and run one step without that first, or "
+            "compile the model with ddpopt and run two steps before rebucket"
         )
     _allow_backward(ddp)
 

@@ -14,6 +14,8 @@ finely, and each rank notes when its gradients arrive. Then ranks meet and switc
    all meet again one backward later, a few times.
 4. From there on they are at the same place and use collectives: they measure the network and gather
    the times, rank 0 plans, each rank says whether the plan fits it, and all apply it, or none does.
+   The new Reducer's first steps, in which ranks communicate once more, are taken there too: from
+   then on any rank may run a forward more again (`_torch.pass_first_steps`).
 5. A few iterations later they meet once more: rank 0 compares, and if iterations did not get
    shorter, all undo the change.
 
@@ -36,7 +38,7 @@ from ddpopt import _logs, _torch
 from ddpopt._slots import Slot
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
-from ddpopt.planning import rebucket
+from ddpopt.planning import rebucket, static_graph
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, Verdict, decide, judge
 from ddpopt.planning.plan import BucketPlan
@@ -74,6 +76,11 @@ _GIVEN = _Stage("taking buckets from a file", 0, 2)
 _UNREDUCED = (
     "when a forward begins, a backward has run after the last one that reduced gradients, and has "
     "reduced none; let no backward run there that does not go through DDP"
+)
+
+_UNCOUNTED = (
+    "static_graph=True, and no backward has run yet in which each gradient arrived that DDP waits "
+    "for; let a step end with a backward of its whole loss"
 )
 
 
@@ -227,17 +234,10 @@ class _Tuner(Subscriber):
         if self._meeting is None:
             if is_communicating and stopwatch.num_backwards == last_backward - 1:
                 self._announce(ddp, stage, stopwatch)
-        elif stopwatch.num_backwards == last_backward:
+        elif stopwatch.num_backwards == last_backward and torch.is_grad_enabled():
             # They meet before the first forward with gradients, also one under no_sync: a new
-            # Reducer would know nothing of what that accumulates. A new Reducer with a static graph
-            # needs a first backward that reduces gradients, or DDP raises; so it waits for one.
-            # Where all parameters are frozen, as a critic's are in its generator's step, none does.
-            if ddp.static_graph:
-                is_time = is_communicating and _torch.trains_any(ddp)
-            else:
-                is_time = torch.is_grad_enabled()
-            if is_time:
-                self._meet(ddp, stage, stopwatch)
+            # Reducer would know nothing of what that accumulates.
+            self._meet(ddp, stage, stopwatch)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if self._stage is not None and will_communicate(ddp):
@@ -295,6 +295,8 @@ class _Tuner(Subscriber):
         obstacle, is_for_now = _find_obstacle(ddp, planned, self.source), False
         if not obstacle:
             obstacle = _UNREDUCED if stopwatch.has_unreduced else rebucket.find_pending(ddp)
+            if not obstacle and ddp.static_graph and static_graph.find_arrivals(ddp) is None:
+                obstacle = _UNCOUNTED
             is_for_now = bool(obstacle)
         # On an accelerator nobody has waited for the last allreduce: this rank may be a step ahead
         # of ranks that have not announced themselves.

@@ -120,6 +120,14 @@ class DDPState:
             earlier += arrival_of[other]
         return tuple(later), tuple(earlier)
 
+    def in_arrival_order(self, bucket: Sequence[int]) -> list[int]:
+        """The parameters of a bucket, by index, as their gradients arrive; others come last."""
+        arrival_of = {cut.frame: cut.arrival for cut in self.cuts if cut.arrival}
+        arrival: list[int] = []
+        for frame in reversed(arrival_of):
+            arrival += [p.index for p in arrival_of[frame] if p.index in bucket]
+        return list(dict.fromkeys([*arrival, *bucket]))
+
     def _place_of_replaced(
         self,
         frame: str,
@@ -186,7 +194,7 @@ class DDPState:
         return self._num_bucket_queries
 
     def give_buckets(self, buckets: Buckets, *, are_planned: bool) -> None:
-        """Note that the Reducer was given these buckets, and will form them again."""
+        """Note that the Reducer was given these buckets, which it is asked for once more."""
         self._given_buckets, self._are_given_by_plan = buckets, are_planned
         self.reported_buckets, self._num_bucket_queries = None, 0
         for graph, cut in self._cuts.items():
