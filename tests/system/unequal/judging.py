@@ -1,0 +1,93 @@
+"""What came of a script, from what its ranks report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+from tests.support import ranks as ranks_module
+from tests.support.ranks import RankError, Ranks
+from tests.system.unequal.running import Report, run_script
+from tests.system.unequal.script import Script
+from tests.system.unequal.twin import COMPILED, UNSPLIT
+
+# How long a rank waits in a collective for others, which compile or have raised; and the second
+# time, to be sure that a hang is none of a busy machine's.
+LIMIT_S = 12.0
+LONGER_LIMIT_S = 40.0
+
+EQUAL = "equal"
+BOTH_RAISE = "eager DDP raises or hangs, and so do we"
+AS_UNSPLIT = "as the unsplit compile, which is not as eager DDP either"
+NOT_REPEATED = "failed once, and not the second time"
+DIFFERS = "differs"
+RAISES = "raises or hangs"
+SILENT = "trains where eager DDP raises or hangs"
+STUCK = "stuck or dead"
+OUTCOMES = (EQUAL, BOTH_RAISE, AS_UNSPLIT, NOT_REPEATED, DIFFERS, RAISES, SILENT, STUCK)
+FAILURES = (DIFFERS, RAISES, SILENT, STUCK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What came of a script; `sections` and `changed_buckets` are as rank 0 reports them."""
+
+    outcome: str
+    detail: str = ""
+    sections: tuple[int, ...] = ()
+    changed_buckets: bool = False
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether ddpopt is to blame."""
+        return self.outcome in FAILURES
+
+
+def judge(ranks: Ranks, script: Script, plant: str = "") -> Finding:
+    """Run a script, and once more if it fails: patiently, and then without a split."""
+    finding = run(ranks, script, plant=plant)
+    if not finding.is_failure:
+        return finding
+    again = run(ranks, script, limit_s=LONGER_LIMIT_S, plant=plant)
+    if not again.is_failure:
+        return Finding(outcome=NOT_REPEATED, detail=finding.detail)
+    unsplit = run(ranks, script, UNSPLIT, limit_s=LONGER_LIMIT_S)
+    if unsplit.outcome == again.outcome:
+        return Finding(outcome=AS_UNSPLIT, detail=f"{again.detail}\nunsplit:\n{unsplit.detail}")
+    return again
+
+
+def run(
+    ranks: Ranks, script: Script, kind: str = COMPILED, *, limit_s: float = LIMIT_S, plant: str = ""
+) -> Finding:
+    """Run a script once on all ranks."""
+    try:
+        # Two programs, in which a rank may wait for the limit, and compile for as long.
+        with mock.patch.object(ranks_module, "TIMEOUT_S", 6 * limit_s):
+            reports = ranks.run(run_script, script, kind, limit_s, plant)
+    except RankError as error:
+        return Finding(outcome=STUCK, detail=str(error))
+    if any(report.eager_error or report.error for report in reports):
+        ranks.stop()  # an error in the midst of a collective leaves groups in any state
+    return _judge_reports(reports)
+
+
+def _judge_reports(reports: list[Report]) -> Finding:
+    eager_errors = [report.eager_error for report in reports]
+    errors = [report.error for report in reports]
+    differences = [report.difference for report in reports]
+    if any(differences):
+        outcome, details = DIFFERS, differences
+    elif any(eager_errors):
+        outcome, details = (BOTH_RAISE if any(errors) else SILENT), eager_errors
+    else:
+        outcome, details = (RAISES if any(errors) else EQUAL), errors
+    if outcome == DIFFERS and any(errors) and not any(eager_errors):
+        outcome, details = RAISES, [e or d for e, d in zip(errors, differences, strict=True)]
+    told = [f"rank {rank}, {detail}" for rank, detail in enumerate(details) if detail]
+    return Finding(
+        outcome=outcome,
+        detail="\n".join(told),
+        sections=reports[0].sections,
+        changed_buckets=reports[0].changed_buckets,
+    )
