@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from unittest import mock
 
 from tests.support import ranks as ranks_module
 from tests.support.ranks import RankError, Ranks
-from tests.system.unequal.running import Report, run_script
+from tests.system.unequal.actions import ALL_RANKS
+from tests.system.unequal.running import Report, progress_of, run_script
 from tests.system.unequal.script import Script
-from tests.system.unequal.twin import COMPILED, UNSPLIT
+from tests.system.unequal.twin import COMPILED, EAGER, UNSPLIT
 
 # How long a rank waits in a collective for others, which compile or have raised; and the second
 # time, to be sure that a hang is none of a busy machine's.
@@ -60,13 +62,31 @@ def judge(ranks: Ranks, script: Script, plant: str = "") -> Finding:
 def run(
     ranks: Ranks, script: Script, kind: str = COMPILED, *, limit_s: float = LIMIT_S, plant: str = ""
 ) -> Finding:
-    """Run a script once on all ranks."""
-    try:
-        # Two programs, in which a rank may wait for the limit, and compile for as long.
-        with mock.patch.object(ranks_module, "TIMEOUT_S", 6 * limit_s):
-            reports = ranks.run(run_script, script, kind, limit_s, plant)
-    except RankError as error:
-        return Finding(outcome=STUCK, detail=str(error))
+    """Run a script once on all ranks, as a twin of this kind beside eager DDP."""
+    finding = _run_once(ranks, script, (EAGER, kind), limit_s, plant)
+    if finding.outcome != STUCK or EAGER not in finding.detail:
+        return finding
+    # gloo ends a process whose collective meets another one of another size.
+    ours = _run_once(ranks, script, (kind,), limit_s, plant)
+    return Finding(
+        outcome=SILENT if ours.outcome == EQUAL else BOTH_RAISE,
+        detail=f"{finding.detail}\nours:\n{ours.detail}",
+    )
+
+
+def _run_once(
+    ranks: Ranks, script: Script, kinds: tuple[str, ...], limit_s: float, plant: str
+) -> Finding:
+    with (
+        # In two programs a rank may wait for the limit, and compile for as long.
+        mock.patch.object(ranks_module, "TIMEOUT_S", 6 * limit_s),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        try:
+            reports = ranks.run(run_script, script, kinds, limit_s, plant, folder)
+        except RankError as error:
+            progress = [f"rank {rank}: {progress_of(folder, rank)}" for rank in ALL_RANKS]
+            return Finding(outcome=STUCK, detail="\n".join([str(error), *progress]))
     if any(report.eager_error or report.error for report in reports):
         ranks.stop()  # an error in the midst of a collective leaves groups in any state
     return _judge_reports(reports)

@@ -33,9 +33,9 @@ AVOIDABLE = (OWN_COLLECTIVES, ALONE_AFTER_REPLACEMENT)
 _MOST_ACTIONS = 10  # beside the steps at both ends
 _FIRST_SIZE = (2, 3)
 
-# Dynamo compiles for the first shape, then for any, and for a batch of one row by itself.
-_SHAPES = (_FIRST_SIZE, (3, 5), (1, 12))
-_shape = st.sampled_from(_SHAPES)
+# Dynamo compiles for the first shape, then for any, and for a batch of one row by itself. Most of a
+# script's time goes into compiles.
+_shape = st.sampled_from([_FIRST_SIZE] * 3 + [(3, 5)] * 3 + [(1, 12)])
 _sizes = st.one_of(_shape.map(lambda shape: (shape,) * NUM_RANKS), st.tuples(*[_shape] * NUM_RANKS))
 _subsets = [subset for size in ALL_RANKS for subset in itertools.combinations(ALL_RANKS, size + 1)]
 _ranks = st.sampled_from(_subsets)
@@ -52,7 +52,7 @@ def _models(draw: st.DrawFn, avoided: frozenset[str]) -> tuple[Block, ...]:
     blocks = st.builds(
         Block, kind=st.sampled_from(kinds), has_positions=_rarely, is_checkpointed=_rarely
     )
-    drawn = draw(st.lists(blocks, min_size=1, max_size=4))
+    drawn = draw(st.lists(blocks, min_size=1, max_size=3))
     return (*drawn, Block(kind="linear"))
 
 
@@ -76,6 +76,7 @@ def setups(draw: st.DrawFn, avoided: frozenset[str]) -> Script:
         bucket_view=draw(_rarely),
         broadcasts_buffers=draw(_rarely),
         compiles_inside=draw(_rarely),
+        is_dynamic=draw(st.booleans()),
         is_registered_in_reverse=draw(_rarely),
         split=draw(st.sampled_from(["auto", "auto", "backward", "forward"])),
         buckets=draw(st.sampled_from(["ddp", "auto", "plan"])),

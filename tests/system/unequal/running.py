@@ -11,9 +11,10 @@ import contextlib
 import datetime
 import faulthandler
 import logging
-import tempfile
+import os
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +53,14 @@ class Report:
     changed_buckets: bool = False
 
 
-def run_script(rank: int, script: Script, kind: str, limit_s: float, plant: str = "") -> Report:
-    """Run a script with eager DDP and as a twin of this `kind`, on each rank.
+def run_script(
+    rank: int, script: Script, kinds: Sequence[str], limit_s: float, plant: str, folder: str
+) -> Report:
+    """Run a script as twins of these kinds, the last of which is judged, on each rank.
 
     A rank whose peer raised gives up its collective after `limit_s`. After an error the process is
-    good for nothing more: its groups are in any state.
+    good for nothing more: its groups are in any state. How far a rank is, `progress_of` says, also
+    if its process ends.
     """
     faulthandler.dump_traceback_later(5 * limit_s)  # where it hangs, if not in a collective
     with contextlib.ExitStack() as stack:
@@ -65,11 +69,12 @@ def run_script(rank: int, script: Script, kind: str, limit_s: float, plant: str 
         logging.disable(logging.ERROR)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        eager, eager_error = _train(rank, script, EAGER, limit_s, folder)
+        eager, eager_error = None, ""
+        if EAGER in kinds:
+            eager, eager_error = _train(rank, script, EAGER, limit_s, folder)
         stack.enter_context(choosing(script))
         stack.enter_context(planting(plant, rank))
-        ours, error = _train(rank, script, kind, limit_s, folder)
+        ours, error = _train(rank, script, kinds[-1], limit_s, folder)
         cuts: list[Cut] = []
         changed_buckets = False
         if not error and ours is not None:
@@ -97,6 +102,8 @@ def _train(
         twin = Twin(script, kind, rank, group, folder)
         for action in script.actions:
             twin.notes.append({})
+            with open(_progress_file(folder, rank), "w") as file:
+                file.write(f"{kind}, action {len(twin.notes) - 1}")
             perform(action, twin)
             twin.note_state()
     except Exception:
@@ -106,6 +113,19 @@ def _train(
     torch._dynamo.config.recompile_limit = recompile_limit
     anywhere(bool(error))  # the ranks begin the second program together
     return twin, error
+
+
+def progress_of(folder: str, rank: int) -> str:
+    """Which twin a rank trains, or was training when it ended, and which action it does."""
+    try:
+        with open(_progress_file(folder, rank)) as file:
+            return file.read()
+    except FileNotFoundError:
+        return "before the first action"
+
+
+def _progress_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"progress-of-rank-{rank}")
 
 
 def _group_of(kind: str, limit_s: float) -> dist.ProcessGroup:

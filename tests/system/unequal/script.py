@@ -52,6 +52,7 @@ class Script:
     bucket_view: bool = False
     broadcasts_buffers: bool = False
     compiles_inside: bool = False
+    is_dynamic: bool = False
     is_registered_in_reverse: bool = False
     split: str = "auto"
     buckets: str = "ddp"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -58,13 +59,13 @@ class Twin:
             "inner": "aot_eager",
             "enabled": self.kind == COMPILED,
             "split": script.split,
-            "buckets": plan_path if script.buckets == "plan" else script.buckets,
+            "buckets": "ddp",
         }
+        if self.kind == COMPILED:
+            options["buckets"] = plan_path if script.buckets == "plan" else script.buckets
         is_compiled_inside = script.compiles_inside and self.kind != EAGER
         ddp = DistributedDataParallel(
-            torch.compile(model, backend="ddpopt", options=options)
-            if is_compiled_inside
-            else model,
+            _compile(script, model, options) if is_compiled_inside else model,
             process_group=self.group,
             bucket_cap_mb=script.cap_bytes / 2**20,
             static_graph=script.static_graph,
@@ -74,8 +75,8 @@ class Twin:
         )
         run: nn.Module = ddp
         if self.kind != EAGER and not is_compiled_inside:
-            run = torch.compile(ddp, backend="ddpopt", options=options)
-        if script.buckets == "plan":
+            run = _compile(script, ddp, options)
+        if script.buckets == "plan" and self.kind == COMPILED:
             plan_for(ddp, script.num_planned).save(plan_path)
         self.models.append(model)
         self.ddps.append(ddp)
@@ -112,6 +113,11 @@ class Twin:
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}.{name}", parameter
+
+
+def _compile(script: Script, module: nn.Module, options: dict[str, Any]) -> Any:
+    dynamic = True if script.is_dynamic else None
+    return torch.compile(module, backend="ddpopt", options=options, dynamic=dynamic)
 
 
 def plan_for(ddp: DistributedDataParallel, num_buckets: int) -> BucketPlan:
