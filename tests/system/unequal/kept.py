@@ -15,7 +15,8 @@ KEPT: dict[str, Script] = {
     # One rank compiled anew, for the buckets that DDP has; the others ran what was cut for those
     # that were predicted, and issued a collective of the model's own on the other side of a bucket.
     "a recompile for actual buckets, beside code for predicted ones": Script(
-        blocks=(*(Block(kind="norm"),) * 4, Block(kind="break"), Block(kind="wide")),
+        blocks=(*(Block(kind="norm"),) * 4, Block(kind="wide")),
+        num_before_break=4,
         actions=(Step(sizes=_ALIKE, times=5), Step(sizes=_OTHERWISE_ON_1, times=3)),
         cap_bytes=1100,
     ),

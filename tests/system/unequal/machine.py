@@ -71,6 +71,7 @@ def setups(draw: st.DrawFn, avoided: frozenset[str]) -> Script:
     return Script(
         blocks=blocks,
         actions=(),
+        num_before_break=draw(st.sampled_from([0, 0, *range(1, len(blocks))])),
         second=draw(st.sampled_from(["", "", "", "after", "beside"])),
         cap_bytes=draw(st.sampled_from([300, 700, 1500, 5000])),
         static_graph=static_graph,

@@ -48,7 +48,7 @@ class Layer(nn.Module):
             self.first = _linear(WIDTH, WIDTH)
         elif self.kind == "conv":
             self.first = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, dtype=DTYPE)
-        elif self.kind != "break":
+        else:
             self.first = _linear(WIDTH, WIDTH)
         if self.kind in ("unused", "branch"):
             self.other = _linear(WIDTH, WIDTH)
@@ -66,9 +66,6 @@ class Layer(nn.Module):
         return torch.tanh(y)
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:  # noqa: PLR0911  # one for each kind
-        if self.kind == "break":
-            torch._dynamo.graph_break()
-            return x
         if self.kind == "conv":
             return self.first(x.transpose(1, 2)).transpose(1, 2)
         if self.kind == "wide":
@@ -98,7 +95,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """The blocks of a script, one after another."""
+    """The blocks of a script, one after another, with a graph break between two of them or none."""
 
     def __init__(self, script: Script, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -108,6 +105,7 @@ class Model(nn.Module):
         if script.is_registered_in_reverse:
             layers, self.order = layers[::-1], self.order[::-1]
         self.layers = nn.ModuleList(layers)
+        self.num_before_break = script.num_before_break
 
     def choose(self, branch: int) -> None:
         """Have the blocks that have two layers use this one."""
@@ -115,9 +113,19 @@ class Model(nn.Module):
             layer.branch = branch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, is_checkpointed in zip(self.order, self.is_checkpointed, strict=True):
-            layer = self.layers[index]
-            x = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+        # In a loop Dynamo would take a break for a reason to compile each layer by itself.
+        x = self._run(x, range(self.num_before_break))
+        if self.num_before_break:
+            torch._dynamo.graph_break()
+        return self._run(x, range(self.num_before_break, len(self.layers)))
+
+    def _run(self, x: torch.Tensor, places: range) -> torch.Tensor:
+        for place in places:
+            layer = self.layers[self.order[place]]
+            if self.is_checkpointed[place]:
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
         return x
 
 

@@ -40,14 +40,13 @@ _groups: dict[tuple[str, float], dist.ProcessGroup] = {}
 class Report:
     """What one rank says of a script.
 
-    Errors are tracebacks, "" for none; `num_done` is how many actions of the compiled program ended
-    without one. `difference` is the first action whose numbers differ, and how. `sections` are
-    those of each graph that was compiled, and `changed_buckets` says that DDP's became others.
+    Errors are tracebacks, "" for none. `difference` is the first action whose numbers differ, and
+    how. `sections` are those of each graph that was compiled, and `changed_buckets` says that DDP's
+    became others.
     """
 
     eager_error: str
     error: str
-    num_done: int
     difference: str = ""
     sections: tuple[int, ...] = ()
     changed_buckets: bool = False
@@ -71,35 +70,32 @@ def run_script(
         warnings.simplefilter("ignore")
         eager, eager_error = None, ""
         if EAGER in kinds:
-            eager, eager_error = _train(rank, script, EAGER, limit_s, folder)
+            with planting(plant, EAGER, rank):
+                eager, eager_error = _train(rank, script, EAGER, limit_s, folder)
         stack.enter_context(choosing(script))
-        stack.enter_context(planting(plant, rank))
+        stack.enter_context(planting(plant, kinds[-1], rank))
         ours, error = _train(rank, script, kinds[-1], limit_s, folder)
         cuts: list[Cut] = []
         changed_buckets = False
-        if not error and ours is not None:
+        if not error:
             explanations = [ddpopt.explain(ddp) for ddp in ours.ddps]
             cuts = [cut for explanation in explanations for cut in explanation.cuts]
             changed_buckets = any(explanation.bucket_plan for explanation in explanations)
         return Report(
             eager_error=eager_error,
             error=error,
-            num_done=len(ours.notes) - bool(error) if ours else 0,
-            difference=_difference(script, eager, ours) if eager and ours else "",
+            difference=_difference(script, eager, ours) if eager else "",
             sections=tuple(max(1, len(cut.sections)) for cut in cuts),
             changed_buckets=changed_buckets,
         )
 
 
-def _train(
-    rank: int, script: Script, kind: str, limit_s: float, folder: str
-) -> tuple[Twin | None, str]:
+def _train(rank: int, script: Script, kind: str, limit_s: float, folder: str) -> tuple[Twin, str]:
     """Do all actions of a script, or those up to the first error, which is returned too."""
     group = _group_of(kind, limit_s)
     recompile_limit = torch._dynamo.config.recompile_limit
-    twin, error = None, ""
+    twin, error = Twin(script, kind, rank, group, folder), ""
     try:
-        twin = Twin(script, kind, rank, group, folder)
         for action in script.actions:
             twin.notes.append({})
             with open(_progress_file(folder, rank), "w") as file:
@@ -108,8 +104,8 @@ def _train(
             twin.note_state()
     except Exception:
         # Of whatever kind: a model's, DDP's, Dynamo's or ours. It is what the script shows.
-        where = f"in action {len(twin.notes) - 1}" if twin else "when DDP was made"
-        error = f"{where}:\n{traceback.format_exc()[-_MOST_TEXT:]}"
+        text = traceback.format_exc()[-_MOST_TEXT:]
+        error = f"in action {len(twin.notes) - 1}:\n{text}"
     torch._dynamo.config.recompile_limit = recompile_limit
     anywhere(bool(error))  # the ranks begin the second program together
     return twin, error

@@ -18,7 +18,7 @@ from tests.system.unequal.actions import Action, Rebucket, Reset, Step
 COMMUNICATING = ("norm", "gather", "exchange")
 # Kinds of blocks of which some parameters may take no part in a step.
 PARTLY_UNUSED = ("unused", "branch")
-KINDS = ("linear", "conv", "shared", "wide", "batchnorm", "break", *PARTLY_UNUSED, *COMMUNICATING)
+KINDS = ("linear", "conv", "shared", "wide", "batchnorm", *PARTLY_UNUSED, *COMMUNICATING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +37,16 @@ class Block:
 class Script:
     """One model, and what its training loop does.
 
-    `cap_bytes` is DDP's `bucket_cap_mb` in bytes. `second` is a second DDP module: "after" the
-    first, on its output, or "beside" it, with a backward of its own; "" for none. `buckets` is
-    "ddp", "auto", or "plan" for a plan's file; the plan of "auto" or of a file has at most
-    `num_planned` buckets, and with `takes_back` what "auto" chose is found to be worse and undone.
+    `num_before_break` is how many blocks come before a graph break, 0 for none. `cap_bytes` is
+    DDP's `bucket_cap_mb` in bytes. `second` is a second DDP module: "after" the first, on its
+    output, or "beside" it, with a backward of its own; "" for none. `buckets` is "ddp", "auto", or
+    "plan" for a plan's file; the plan of "auto" or of a file has at most `num_planned` buckets, and
+    with `takes_back` what "auto" chose is found to be worse and undone.
     """
 
     blocks: tuple[Block, ...]
     actions: tuple[Action, ...]
+    num_before_break: int = 0
     second: str = ""
     cap_bytes: int = 700
     static_graph: bool = False
@@ -85,6 +87,8 @@ class Script:
             yield "block that is checkpointed"
         if any(block.has_positions for block in self.blocks):
             yield "block with positions"
+        if self.num_before_break:
+            yield "graph break"
         for name in ("second", "split", "buckets", "optimizer"):
             if getattr(self, name):
                 yield f"{name} {getattr(self, name)}"

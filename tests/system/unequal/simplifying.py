@@ -31,7 +31,9 @@ def simpler_scripts(script: Script) -> Iterator[Script]:
                 yield dataclasses.replace(script, actions=rest)
         size //= 2
     for index in range(len(script.blocks) if len(script.blocks) > 1 else 0):
-        yield dataclasses.replace(script, blocks=_without(script.blocks, index))
+        blocks = _without(script.blocks, index)
+        num_before_break = min(script.num_before_break, len(blocks) - 1)
+        yield dataclasses.replace(script, blocks=blocks, num_before_break=num_before_break)
     yield from _with_defaults(script, except_for=("blocks", "actions"))
     for index, block in enumerate(script.blocks):
         for simpler in _with_defaults(block, except_for=("kind",)):
