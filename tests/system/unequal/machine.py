@@ -258,6 +258,7 @@ class Loop(RuleBasedStateMachine):
     @rule(sizes=_sizes)
     def raise_in_backward(self, sizes: actions.Sizes) -> None:
         self._add(actions.RaiseInBackward(sizes=sizes, where="middle", is_under_no_sync=True))
+        self.is_accumulating = True  # as far as ddpopt knows
 
     @precondition(
         lambda self: (
