@@ -54,6 +54,17 @@ KEPT: dict[str, Script] = {
             Communicate(kind="barrier"),
         ),
     ),
+    # With a static graph it queued DDP's delayed allreduce in a pass that brings no gradient.
+    "autograd.grad in the first step after rebucket, with a static graph": Script(
+        blocks=_FOUR_LAYERS,
+        actions=(
+            Step(sizes=_SMALL, times=2),
+            Rebucket(num_buckets=2),
+            Step(sizes=_SMALL, differentiates_input=(0, 1, 2)),
+            Step(sizes=_SMALL, times=2),
+        ),
+        static_graph=True,
+    ),
 }
 
 # Those whose fault is not mended yet.

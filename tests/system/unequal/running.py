@@ -61,7 +61,7 @@ def run_script(
     good for nothing more: its groups are in any state. How far a rank is, `progress_of` says, also
     if its process ends.
     """
-    faulthandler.dump_traceback_later(5 * limit_s)  # where it hangs, if not in a collective
+    faulthandler.dump_traceback_later(18 * limit_s)  # where it hangs, if not in a collective
     with contextlib.ExitStack() as stack:
         stack.callback(faulthandler.cancel_dump_traceback_later)
         stack.callback(logging.disable, logging.NOTSET)
