@@ -22,7 +22,8 @@ class Step:
     `branches` is which of two layers each rank uses in the blocks that have two. Ranks of `skips`
     leave out the update, as after an overflow. Ranks of `differentiates_input` call
     `autograd.grad` by the input before `backward()`. With `num_forwards=2` the losses of two
-    forwards are added, and differentiated once.
+    forwards are added, and differentiated once. With `sums_loss` ranks sum their losses before
+    `backward()`, on DDP's group, as a loop does that logs it.
     """
 
     sizes: Sizes
@@ -31,6 +32,7 @@ class Step:
     skips: tuple[int, ...] = ()
     differentiates_input: tuple[int, ...] = ()
     num_forwards: int = 1
+    sums_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +129,9 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebucket:
-    """All ranks call `ddpopt.rebucket` with a plan of at most so many buckets; eager does nothing.
+    """All ranks call `ddpopt.rebucket` with a plan of at most so many buckets.
 
-    Nothing is done for eager DDP, whose numbers do not depend on buckets.
+    Eager DDP does nothing: its numbers do not depend on buckets.
     """
 
     num_buckets: int

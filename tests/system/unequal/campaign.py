@@ -110,7 +110,7 @@ class Campaign:
                 return False
             self.tally.num_simpler += 1
             findings[simpler] = self._run(simpler)
-            return findings[simpler].outcome == finding.outcome
+            return findings[simpler].kind == finding.kind
 
         script = simplify(script, fails)
         return Failure(name=name, script=script, finding=findings[script])

@@ -44,6 +44,11 @@ class Finding:
         """Whether ddpopt is to blame."""
         return self.outcome in FAILURES
 
+    @property
+    def kind(self) -> str:
+        """The outcome, where gloo's choice to raise or to end the process makes no difference."""
+        return RAISES if self.outcome == STUCK else self.outcome
+
 
 def judge(ranks: Ranks, script: Script, plant: str = "") -> Finding:
     """Run a script, and once more if it fails: patiently, and then without a split."""
@@ -58,7 +63,7 @@ def judge(ranks: Ranks, script: Script, plant: str = "") -> Finding:
         # does not; so it hangs where one rank alone is eager. We keep the order of eager.
         return again
     unsplit = run(ranks, script, UNSPLIT, limit_s=LONGER_LIMIT_S)
-    if unsplit.outcome == again.outcome:
+    if unsplit.kind == again.kind:
         return Finding(outcome=AS_UNSPLIT, detail=f"{again.detail}\nunsplit:\n{unsplit.detail}")
     return again
 

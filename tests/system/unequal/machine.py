@@ -206,6 +206,10 @@ class Loop(RuleBasedStateMachine):
         self._step(sizes=sizes, differentiates_input=ranks)
 
     @rule(sizes=_sizes)
+    def train_and_sum_loss(self, sizes: actions.Sizes) -> None:
+        self._step(sizes=sizes, sums_loss=True)
+
+    @rule(sizes=_sizes)
     def train_on_two_forwards(self, sizes: actions.Sizes) -> None:
         self._step(sizes=sizes, num_forwards=2)
 

@@ -42,6 +42,10 @@ def _(action: actions.Step, twin: Twin) -> None:
         for other in range(1, action.num_forwards):
             batch = twin.draw_batch(action.sizes[twin.rank], 10 * number + other)
             losses = [sum(pair) for pair in zip(losses, _losses(twin, batch), strict=True)]
+        if action.sums_loss:
+            total = torch.stack([loss.detach() for loss in losses])
+            dist.all_reduce(total, group=twin.group)
+            twin.note(f"step {number}, sum of losses", total)
         if differentiates_input:
             _note_input_gradient(twin, f"step {number}", losses, x)
         _run_backward(twin, f"step {number}", losses)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tests.system.fuzzing.spec import source_of
 from tests.system.unequal import actions as actions_module
-from tests.system.unequal.actions import Action, Rebucket, Reset, Step
+from tests.system.unequal.actions import Action, Step
 
 # Kinds of blocks whose forward and backward have collectives of their own.
 COMMUNICATING = ("norm", "gather", "exchange")
@@ -107,15 +107,3 @@ def script_of(source: str) -> Script:
     script = eval(source.strip().rstrip(","), names | vars(actions_module))
     assert isinstance(script, Script), f"this is no script: {source}"
     return script
-
-
-def replaces_reducer(script: Script) -> bool:
-    """Whether ddpopt may give a DDP module another Reducer in the script."""
-    is_rebucketed = any(isinstance(action, Rebucket) for action in script.actions)
-    return script.buckets != "ddp" or is_rebucketed
-
-
-def is_unequal(action: Action) -> bool:
-    """Whether ranks may compile something different from each other because of the action."""
-    sizes = getattr(action, "sizes", ())
-    return len(set(sizes)) > 1 or isinstance(action, Reset)
