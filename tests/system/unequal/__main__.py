@@ -19,12 +19,12 @@ from tests.support.ranks import Ranks
 from tests.system.unequal import judging
 from tests.system.unequal.actions import NUM_RANKS
 from tests.system.unequal.campaign import Campaign
-from tests.system.unequal.judging import BOTH_RAISE, EQUAL
+from tests.system.unequal.judging import EQUAL
 from tests.system.unequal.kept import KEPT
 from tests.system.unequal.machine import AVOIDABLE
 from tests.system.unequal.script import script_of
 
-_SHOWN = 1500  # characters of what is said of a script that did not fail
+_SHOWN = 2000  # characters of what is said of a script that did not fail
 _SCRIPTS_A_START = 100  # then the processes are started anew: Dynamo keeps a little of each
 _TOLD_EACH_S = 120
 
@@ -85,8 +85,7 @@ def main() -> int:
                 num_failures += 1
                 output.say(failure)
             elif finding.outcome != EQUAL:
-                shown = 200 if finding.outcome == BOTH_RAISE else _SHOWN
-                output.say(f"{name}: {finding.outcome}:\n    {script}\n{finding.detail[-shown:]}")
+                output.say(f"{name}: {finding.outcome}:\n    {script}\n{finding.brief[:_SHOWN]}")
             now_s = time.monotonic()
             if now_s - told_s > _TOLD_EACH_S:
                 told_s = now_s

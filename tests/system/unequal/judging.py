@@ -15,8 +15,8 @@ from tests.system.unequal.twin import COMPILED, EAGER, UNSPLIT
 
 # How long a rank waits in a collective for others, which compile or have raised; and the second
 # time, to be sure that a hang is none of a busy machine's.
-LIMIT_S = 12.0
-LONGER_LIMIT_S = 40.0
+LIMIT_S = 25.0
+LONGER_LIMIT_S = 60.0
 
 EQUAL = "equal"
 BOTH_RAISE = "eager DDP raises or hangs, and so do we"
@@ -48,6 +48,12 @@ class Finding:
     def kind(self) -> str:
         """The outcome, where gloo's choice to raise or to end the process makes no difference."""
         return RAISES if self.outcome == STUCK else self.outcome
+
+    @property
+    def brief(self) -> str:
+        """The detail without the lines of tracebacks."""
+        lines = self.detail.splitlines()
+        return "\n".join(line for line in lines if line and not line.startswith((" ", "Traceback")))
 
 
 def judge(ranks: Ranks, script: Script, plant: str = "") -> Finding:
