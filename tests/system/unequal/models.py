@@ -19,6 +19,9 @@ WIDTH = 8
 LONGEST = 12  # the rows of a table of positions
 DTYPE = torch.float64
 
+# torch 2.13 has renamed it.
+_all_gather = getattr(fc, "all_gather_single_autograd", None) or fc.all_gather_tensor_autograd
+
 
 class _MeanOfRanks(torch.autograd.Function):
     """The mean over all ranks, forward and backward, as a synchronised norm needs it."""
@@ -82,7 +85,7 @@ class Layer(nn.Module):
         if self.kind == "gather":
             # Each rank's mean, of which each row takes as much as it is like it.
             own = y.mean((0, 1)).unsqueeze(0)
-            means = fc.all_gather_single_autograd(own, 0, self.group_name)
+            means = _all_gather(own, 0, self.group_name)
             return y + torch.softmax(y @ means.T, -1) @ means
         if self.kind == "exchange":
             # As experts do: a row for each rank goes there, through its layer, and back.

@@ -68,6 +68,8 @@ def run_script(
         logging.disable(logging.ERROR)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # With it the unsplit compile refuses `retain_graph`, and a cut forward's sections do.
+        stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
         eager, eager_error = None, ""
         if EAGER in kinds:
             with planting(plant, EAGER, rank):

@@ -51,9 +51,6 @@ class Twin:
             self._add_module(number, folder)
         self.optimizer = _OPTIMIZERS[script.optimizer](self.parameters())
 
-        # AOTAutograd's default refuses `retain_graph`, as the unsplit compile then does.
-        torch._functorch.config.donated_buffer = False
-
     def _add_module(self, number: int, folder: str) -> None:
         script = self.script
         model = Model(script, self.group)
