@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness.communicating import ExpertLayer, ParallelLayer, SyncedConvLayer
 
 
 class MissingPackageError(ImportError):
@@ -122,10 +125,10 @@ def _gpt_batch(num_sequences: int, context: int, words: int = 256) -> dict[str, 
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def _convnet() -> nn.Module:
+def _convnet(layer: Callable[..., nn.Module] = ConvLayer) -> nn.Module:
     widths = [3, 32, 64, 64, 128, 128, 256, 256, 512, 512, 512, 512]
     pairs = itertools.pairwise(widths)
-    layers = [ConvLayer(a, b, stride=2 if b > a else 1) for a, b in pairs]
+    layers = [layer(a, b, stride=2 if b > a else 1) for a, b in pairs]
     return Chain(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100))
 
 
@@ -137,6 +140,20 @@ def _fused(num_layers: int, length: int, width: int) -> nn.Module:
 def _fused_batch(num_sequences: int, length: int, width: int) -> dict[str, Tensor]:
     targets = torch.randint(100, (num_sequences * length,))
     return {"x": torch.randn(num_sequences, length, width), "targets": targets}
+
+
+def _rows(layer: Callable[[int], nn.Module], num_layers: int, width: int) -> nn.Module:
+    """Return layers for sequences of rows, and a class for each row."""
+    layers = [layer(width) for _ in range(num_layers)]
+    return Chain(*layers, nn.Flatten(0, 1), nn.Linear(width, 100))
+
+
+def _experts(num_layers: int, width: int) -> nn.Module:
+    """Return layers with experts, whose parameters are each rank's own: DDP leaves them alone."""
+    model = _rows(ExpertLayer, num_layers, width)
+    own = [name for name, _ in model.named_parameters() if ".expert." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return model
 
 
 def _classify(*shape: int, num_classes: int = 100) -> dict[str, Tensor]:
@@ -217,6 +234,18 @@ _ALL = (
     Model(
         "fused", "14 x a product of width 512 and 26 pointwise operations; 4 x 128 rows",
         _partial(_fused, 14, 128, 512), _partial(_fused_batch, 4, 128, 512),
+    ),
+    Model(
+        "experts", "8 x a dense layer of width 512, and an expert that rows are exchanged with",
+        _partial(_experts, 8, 512), _partial(_fused_batch, 2, 128, 512),
+    ),
+    Model(
+        "parallel", "6 x two tensor-parallel blocks of width 512; 2 x 64 rows",
+        _partial(_rows, ParallelLayer, 6, 512), _partial(_fused_batch, 2, 64, 512),
+    ),
+    Model(
+        "syncnorm", "as convnet, with batch norms that are synchronised",
+        _partial(_convnet, SyncedConvLayer), _partial(_classify, 16, 3, 128, 128),
     ),
     _hugging_face(
         "bert", "BertForMaskedLM", ": 6 layers, width 384, 4 x 128 tokens of 8192",
