@@ -303,3 +303,94 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     for k, section in enumerate(chosen.sections):
         released = set(itertools.chain(*chosen.releases[: k + 1]))
         assert all(released.issuperset(buckets[bucket]) for bucket in section.completes)
+
+
+# ---- Collectives -----------------------------------------------------------------------------
+
+
+def test_one_bucket_is_cut_between_collectives() -> None:
+    """Gradients 0, 1 and 2 are made by calls 0, 2 and 4; calls 1 and 3 communicate."""
+    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}, {2: Tie.NONE}, {3: Tie.NONE}]
+    facts = _facts(reads, {0: (0,), 1: (2,), 2: (4,)}, collectives=[1, 3])
+    chosen = _choose(facts, [[0, 1, 2]])
+    assert isinstance(chosen, BackwardSections)
+    assert _sections(chosen) == [[0], [1, 2], [3, 4]]
+    assert chosen.releases == ((0,), (1,), (2,))
+    assert [section.completes for section in chosen.sections] == [(), (), (0,)]
+
+
+def test_a_collective_behind_all_releases_has_a_section() -> None:
+    """That of an input's gradient, which another rank may not need at all."""
+    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}]
+    chosen = _choose(_facts(reads, {0: (1,)}, collectives=[2]), [[0]])
+    assert isinstance(chosen, BackwardSections)
+    assert _sections(chosen) == [[0, 1], [2]]
+    assert chosen.releases == ((0,), ())
+
+
+def test_a_gradient_that_is_there_from_the_start_leaves_before_the_first_collective() -> None:
+    """A bias behind the last collective, where nothing has to be summed: a batch of one."""
+    reads = [{}, {0: Tie.NONE}]
+    chosen = _choose(_facts(reads, {0: (), 1: (1,)}, collectives=[0]), [[0, 1]])
+    assert isinstance(chosen, BackwardSections)
+    assert _sections(chosen) == [[], [0, 1]]
+    assert chosen.releases == ((0,), (1,))
+
+
+def test_gradients_in_no_bucket_keep_their_place_among_collectives() -> None:
+    """A hook of theirs may communicate as well: experts' gradients are reduced by hooks."""
+    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}, {2: Tie.NONE}]
+    facts = _facts(reads, {0: (0,), 1: (2,), 2: (3,)}, collectives=[1])
+    chosen = _choose(facts, [[1, 2]])
+    assert isinstance(chosen, BackwardSections)
+    assert chosen.releases == ((0,), (1, 2))
+
+
+def test_a_parameter_that_is_read_behind_a_collective_and_its_gradient_forbids_cuts() -> None:
+    """The read has to come before the release, which has to come before the collective."""
+    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}]
+    facts = _facts(reads, {0: (0,), 1: (2,)}, collectives=[1], memory_reads={0: (2,)})
+    assert _choose(facts, [[0], [1]]) is Reason.COLLECTIVES
+    assert _choose(facts, [[0, 1]]) is Reason.COLLECTIVES
+
+
+def _num_collectives_before(
+    facts: BackwardFacts, chosen: BackwardSections | Reason
+) -> dict[int, int]:
+    """How many collectives come before the release of each gradient: all in a whole graph."""
+    if isinstance(chosen, Reason):
+        return dict.fromkeys(facts.gradients, sum(facts.communicates))
+    num_before, counts = 0, {}
+    for calls, arguments in zip(_sections(chosen), chosen.releases, strict=True):
+        num_before += sum(facts.communicates[call] for call in calls)
+        counts.update(dict.fromkeys(arguments, num_before))
+    return counts
+
+
+@given(_random_facts(), st.randoms(use_true_random=False))
+def test_neither_buckets_nor_sizes_decide_which_collectives_come_before_a_release(
+    drawn: tuple[BackwardFacts, list[list[int]]], random: Random
+) -> None:
+    """Ranks compile at different times, for buckets of their own, with batches of their own."""
+    facts, buckets = drawn
+    communicates = [
+        is_ordered and call not in facts.write_backs and random.random() < 0.7
+        for call, is_ordered in enumerate(facts.is_ordered)
+    ]
+    facts = dataclasses.replace(facts, communicates=communicates)
+    if not any(communicates):
+        return
+    members = list(itertools.chain(*buckets))
+    random.shuffle(members)
+    half = len(members) // 2
+    expected = None
+    for others in (buckets, [members], [members[:half], members[half:]], [[m] for m in members]):
+        num_bytes = [random.randrange(9) for _ in facts.num_bytes]
+        chosen = _choose(dataclasses.replace(facts, num_bytes=num_bytes), [b for b in others if b])
+        counts = _num_collectives_before(facts, chosen)
+        if not isinstance(chosen, Reason):
+            collectives = [call for call, one in enumerate(communicates) if one]
+            for argument, place in facts.release_places.items():
+                assert counts[argument] == sum(call <= place for call in collectives)
+        expected = expected or counts
+        assert counts == expected

@@ -139,3 +139,38 @@ def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], 
     for section in sections:
         for k in section.completes:
             assert all(uses[p.index] >= section.start for p in buckets[k].parameters)
+
+
+# ---- Collectives -----------------------------------------------------------------------------
+
+
+def test_no_section_has_a_first_use_behind_a_collective() -> None:
+    """Autograd's node of a section runs all of its collectives, then releases its gradients."""
+    uses = {0: 0, 1: 3, 2: 6}
+    facts = _facts(uses, collectives=(1, 5, 8))
+    one_bucket = _buckets(_arrive(_parameters(3), uses), 100)
+    assert _starts(facts, one_bucket) == [0, 3, 6]
+    assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3, 6]
+
+
+def test_a_collective_in_front_of_all_uses_is_cut_off() -> None:
+    """In backward it comes behind all gradients, though its section completes none."""
+    facts = _facts({0: 4}, collectives=(2,))
+    assert _starts(facts, _buckets(_arrive(_parameters(1), {0: 4}), 100)) == [0, 4]
+
+
+def test_a_call_with_a_collective_and_a_first_use_is_one() -> None:
+    """A checkpoint, for example: only what follows is cut off."""
+    uses = {0: 2, 1: 5}
+    facts = _facts(uses, collectives=(2,))
+    assert _starts(facts, _buckets(_arrive(_parameters(2), uses), 100)) == [0, 5]
+
+
+def test_where_no_boundary_keeps_the_order_the_graph_is_whole() -> None:
+    """If only sizes forbid it, other ranks may cut the graph, and that is said."""
+    uses = {0: 0, 1: 3}
+    buckets = _buckets(_arrive(_parameters(2), uses), 10)
+    assert _reason(_facts(uses, illegal=(2, 3), collectives=(1,)), buckets) is Reason.COLLECTIVES
+    by_size = _facts(uses, by_size=(2, 3), collectives=(1,))
+    assert _reason(by_size, buckets) is Reason.COLLECTIVES_AND_SIZES
+    assert not Reason.COLLECTIVES_AND_SIZES.is_alike

@@ -23,13 +23,11 @@ from tests.system.unequal.actions import (
 )
 from tests.system.unequal.campaign import Campaign
 from tests.system.unequal.judging import DIFFERS, EQUAL, RAISES, SILENT, Finding
-from tests.system.unequal.kept import KEPT, NOT_MENDED
-from tests.system.unequal.machine import AVOIDABLE, draw_script
+from tests.system.unequal.kept import KEPT
+from tests.system.unequal.machine import draw_script
 from tests.system.unequal.script import Block, Script, script_of
 
 NUM_SCRIPTS = 6  # about half a minute
-# Kinds with faults that are known and not mended; empty once `NOT_MENDED` is.
-AVOIDED = frozenset(AVOIDABLE if NOT_MENDED else ())
 PLANTED_LIMIT_S = 5  # the ranks of a planted hang wait so long
 
 _SIZES = ((2, 3), (3, 5), (2, 3))
@@ -56,7 +54,7 @@ def three_ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("number", range(NUM_SCRIPTS))
 def test_ranks_that_differ_train_as_with_eager_ddp(three_ranks: Ranks, number: int) -> None:
     """Losses, gradients after each backward, parameters and buffers are eager DDP's."""
-    script = draw_script(number, AVOIDED)
+    script = draw_script(number)
     finding = judging.judge(three_ranks, script)
     assert not finding.is_failure, (
         f"{finding.outcome}; to make it small, and keep it in unequal/kept.py:\n"
@@ -64,13 +62,7 @@ def test_ranks_that_differ_train_as_with_eager_ddp(three_ranks: Ranks, number: i
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(run=False)] if name in NOT_MENDED else [])
-        for name in KEPT
-    ],
-)
+@pytest.mark.parametrize("name", KEPT)
 def test_what_once_failed_stays_right(three_ranks: Ranks, name: str) -> None:
     """Each was found by the fuzzer or by a reader, and made small."""
     finding = judging.judge(three_ranks, KEPT[name])

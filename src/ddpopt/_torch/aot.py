@@ -361,6 +361,8 @@ def check_backward(backward: fx.GraphModule) -> None:
     calls = [node for node in backward.graph.nodes if node.op == "call_function"]
     if calls and all(autograd_number(node) is None for node in calls):
         raise names.AUTOGRAD_NUMBER.drift()
+    if calls and not any(names.CUSTOM.text in node.meta for node in calls):
+        raise names.CUSTOM.drift()  # marks that were set in the trace, see `set_mark`
 
 
 def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:

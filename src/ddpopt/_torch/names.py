@@ -537,7 +537,11 @@ AUTOGRAD_NUMBER = PrivateText(
     _NODE, "seq_nr", Need.BACKWARD, _IS_DRIFT + "the proof would not see where autograd nodes end"
 )
 CUSTOM = PrivateText(
-    _NODE, "custom", Need.BACKWARD, _IS_DRIFT + "gradients would be released too early for hooks"
+    _NODE,
+    "custom",
+    Need.BACKWARD,
+    # LIMIT: some marks may be left, where torch copies nodes rather than makes others of them.
+    "marks are lost; if all are, TorchDriftError, the graph is not cut",
 )
 WAIT_TENSOR = PrivateText(
     "operator",

@@ -233,7 +233,8 @@ def choose_backward_sections(
     ready_places = _ready_places(facts, order, in_parts={*itertools.chain(*released)})
     inner_bounds = _choose_bounds(facts, order, ends, {*ready_places.values()})
     if not inner_bounds:
-        raise NotCutError(Reason.COMPLETE_TOGETHER)
+        is_alone = not any(facts.communicates)
+        raise NotCutError(Reason.COMPLETE_TOGETHER if is_alone else Reason.COLLECTIVES)
     bounds = [0, *inner_bounds, len(order)]
     # The first section that stops at or after the end of a stage completes its part.
     section_of: dict[Parameter, int] = {}
@@ -378,7 +379,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> l
 
 def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
     """Move calls to earlier stages, so that none runs later than a call that depends on it."""
-    following = len(stage)  # the stage of the effect after this one, since effects keep their order
+    # The stage of the effect after this one, since effects keep their order.
+    following = max(stage, default=0)
     for call in reversed(range(len(facts.reads))):
         if call in facts.write_backs:
             # Calls that read the old value come first. Other effects do not matter here.

@@ -66,6 +66,3 @@ KEPT: dict[str, Script] = {
         static_graph=True,
     ),
 }
-
-# Those whose fault is not mended yet.
-NOT_MENDED = frozenset(KEPT)
