@@ -310,6 +310,9 @@ class Loop(RuleBasedStateMachine):
     def reset(self, ranks: tuple[int, ...]) -> None:
         self._add(actions.Reset(ranks=ranks))
 
+    # In eager a checkpoint issues its collectives again. A compiled one, by whatever backend, does
+    # not if nothing in backward needs what they return: then the ranks issue different numbers.
+    @precondition(lambda self: not self.script.communicates_in_checkpoints)
     @rule(ranks=_ranks, limit=st.integers(1, 2))
     def limit_recompiles(self, ranks: tuple[int, ...], limit: int) -> None:
         self._add(actions.LimitRecompiles(ranks=ranks, limit=limit))

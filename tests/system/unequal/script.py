@@ -69,6 +69,11 @@ class Script:
         return any(block.kind in COMMUNICATING for block in self.blocks)
 
     @property
+    def communicates_in_checkpoints(self) -> bool:
+        """Whether a checkpoint has collectives, which eager issues again in backward."""
+        return any(block.kind in COMMUNICATING and block.is_checkpointed for block in self.blocks)
+
+    @property
     def broadcasts_any(self) -> bool:
         """Whether each forward is collective, since it broadcasts buffers."""
         has_buffers = any(b.has_positions or b.kind == "batchnorm" for b in self.blocks)
