@@ -156,8 +156,7 @@ class Reason(enum.Enum):
     )
     COLLECTIVES_AND_SIZES = (
         "it has collectives of its own, or calls that may be some, and a size that is a symbol on "
-        "this rank, and may be a constant on others, forbids a boundary of its forward; use "
-        "split='backward', or torch.compile(..., dynamic=False)",
+        "this rank, and may be a constant on others, forbids a boundary of its forward",
         _LOST,
         _HERE,
     )

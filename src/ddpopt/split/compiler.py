@@ -140,10 +140,11 @@ def compile_under_ddp(
 def _disagreement(graph: str, refusal: NotCutError) -> DisagreementError:
     """The error of a rank that cannot cut a graph which others may cut, see [Note: collectives]."""
     return DisagreementError(
-        f"graph {graph} has collectives of its own, or calls that may be some, and this rank "
-        f"cannot cut it, because {refusal}; where other ranks cut it, they issue its collectives "
-        "and DDP's allreduces in another order, and would wait for this one: compile on all "
-        "ranks without cuts, options={'enabled': False}, or remove the cause"
+        f"graph {graph} has collectives of its own, or calls that may be some (operators of other "
+        f"libraries do not say), and this rank cannot cut it: {refusal.reason.name}, "
+        f"{refusal.detail}; where other ranks cut it, they issue its collectives and DDP's "
+        "allreduces in another order, and would wait for this one: remove the cause, or compile "
+        "on all ranks without cuts, options={'enabled': False}"
     )
 
 
@@ -341,7 +342,7 @@ class GraphCompiler:
                 # instead.
                 refusal = NotCutError.because_of(error, in_backward=True)
                 if not refusal.reason.is_of_backward or not self.may_fall_back_for(refusal.reason):
-                    raise refusal from error
+                    raise
                 cut = dataclasses.replace(
                     cut, backward_fallback=refusal.reason, detail=refusal.detail
                 )

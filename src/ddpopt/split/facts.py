@@ -207,10 +207,10 @@ def _uncrossable_spans(
     """From the call after each value that no section can take, to the last use of the value.
 
     A span (a, b) forbids boundaries before the calls a to b; those that are there only because a
-    size is a symbol go to `spans_of_sizes`. Tuples, generators, contexts and
-    numbers cannot cross a boundary. Tensors and symbolic integers can, but only if each symbol in
-    them has a node that binds it, because a section gets its symbols as inputs. Tensor subclasses
-    cannot: AOTAutograd would have to guess the class of their gradients.
+    size is a symbol go to `spans_of_sizes`. Tuples, generators, contexts and numbers cannot cross a
+    boundary. Tensors and symbolic integers can, but only if each symbol in them has a node that
+    binds it, because a section gets its symbols as inputs. Tensor subclasses cannot: AOTAutograd
+    would have to guess the class of their gradients.
     """
     # Streams order calls by more than values. In a graph with nested tensors, symbols belong to the
     # tensors inside of them, which no section gets.

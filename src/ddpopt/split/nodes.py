@@ -67,8 +67,12 @@ def may_communicate(node: fx.Node) -> bool:
     """Whether a call may exchange data with other ranks, as far as anybody knows.
 
     Collectives do, and operators of other libraries do not say. What draws random numbers, writes
-    to a tensor or prints is not pure either, but works on this rank alone.
+    to a tensor or prints is not pure either, but works on this rank alone. Whatever makes or takes
+    a DTensor may communicate for it.
     """
+    values = [_torch.dynamo_value(n) for n in (node, *node.all_input_nodes)]
+    if any(type(leaf).__module__.startswith("torch.distributed") for leaf in leaves(values)):
+        return True
     if is_pure(node) or node.op == "call_method":  # methods are a tensor's
         return False
     library = _torch.namespace_of(node.target)

@@ -140,12 +140,14 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[int]) -> lis
         if call in first_uses and collective is not None:
             bound = legal[bisect.bisect_right(legal, call) - 1]
             if bound <= collective:
-                others = facts.legal_bounds_without_sizes[collective + 1 : call + 1]
-                raise NotCutError(
-                    Reason.COLLECTIVES_AND_SIZES if any(others) else Reason.COLLECTIVES,
-                    f"none is possible between {facts.call_names[collective]} and "
-                    f"{facts.call_names[call]}",
-                )
+                names = f"{facts.call_names[collective]} and {facts.call_names[call]}"
+                if any(facts.legal_bounds_without_sizes[collective + 1 : call + 1]):
+                    raise NotCutError(
+                        Reason.COLLECTIVES_AND_SIZES,
+                        f"a symbolic size forbids a boundary between {names}; use "
+                        "split='backward', or torch.compile(..., dynamic=False)",
+                    )
+                raise NotCutError(Reason.COLLECTIVES, f"none is possible between {names}")
             bounds.append(bound)
             collective = None
         if facts.communicates[call]:
