@@ -487,6 +487,7 @@ IN_TRIALS = {
     names.HINT: "backward",
     names.GRADIENT_OF: "backward",
     names.INPUT_INDEX: "backward",
+    names.TRACER: "backward",
 }
 _OF_GUARDS = "of what Dynamo makes with the guards of a graph, which is split without"
 NOT_NAMED = {
@@ -533,6 +534,9 @@ UNASKED: dict[PrivateName, str] = {
     names.DELAYED_HOOK: "read where DDP delays parameters; the graph is left whole without it",
     names.TENSOR_HOOKS: "as above",
     names.TRITON_KERNEL: "read where a graph has operators of higher order that run no graphs",
+    names.REORDER_FOR_MEMORY: "set where a graph has complex values",
+    names.DISABLED_PASSES: "as above",
+    names.REINPLACE_PASS: "as above",
 }
 
 

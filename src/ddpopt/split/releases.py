@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,12 +162,6 @@ def function_of(call: fx.Node) -> int | None:
 
 # ---- The operators ---------------------------------------------------------------------------
 
-# AOTAutograd's cache takes a graph with operators, but none with functions that it does not know.
-# As "composite" they are replaced by what they do wherever a graph is traced.
-_OPERATORS: Any = torch.library.Library("ddpopt", "DEF")  # type: ignore[no-untyped-call]
-_OPERATORS.define("watch_releases(Tensor(a) token, Tensor[] arguments) -> Tensor(a)")
-_OPERATORS.define("end_forward(Tensor token) -> Tensor")
-
 
 def _watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
     order = _noting.get()
@@ -184,8 +178,20 @@ def _end_forward(token: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-_OPERATORS.impl("watch_releases", _watch_releases, "CompositeImplicitAutograd")
-_OPERATORS.impl("end_forward", _end_forward, "CompositeImplicitAutograd")
+# AOTAutograd's cache takes a graph with operators, but none with functions that it does not know.
+# As "composite" they are replaced by what they do wherever a graph is traced.
+_OPERATORS: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, function: Callable[..., torch.Tensor]) -> None:
+    name = schema.partition("(")[0]
+    if not hasattr(torch.ops.ddpopt, name):  # else this module is being loaded anew
+        _OPERATORS.define(schema)
+    _OPERATORS.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
+
+
+_define("watch_releases(Tensor(a) token, Tensor[] arguments) -> Tensor(a)", _watch_releases)
+_define("end_forward(Tensor token) -> Tensor", _end_forward)
 
 
 def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
