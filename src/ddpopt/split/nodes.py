@@ -106,10 +106,14 @@ def _is_local_function(function: Any) -> bool:
 
 def _calls_of_graphs(node: fx.Node) -> list[fx.Node]:
     """The calls of the graphs that a higher-order operator runs."""
+    return [call for gm in graphs_of(node) for call in call_nodes(gm.graph)]
+
+
+def graphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a call of a higher-order operator is given, in the order of its arguments."""
     attributes = [n for n in node.all_input_nodes if n.op == "get_attr"]
     modules = [attribute_of(node.graph.owning_module, n) for n in attributes]
-    graphs = [module.graph for module in modules if isinstance(module, fx.GraphModule)]
-    return [call for graph in graphs for call in call_nodes(graph)]
+    return [module for module in modules if isinstance(module, fx.GraphModule)]
 
 
 def sets_mode(node: fx.Node) -> bool:
@@ -351,13 +355,10 @@ def _writes_within(node: fx.Node) -> bool:
     """Whether a higher-order operator's kernel, or a graph that it calls, writes to an input."""
     if _torch.is_triton_kernel(node.target):
         return True
-    gm = node.graph.owning_module
-    modules = [attribute_of(gm, n) for n in node.all_input_nodes if n.op == "get_attr"]
     return any(
         made < 0
-        for module in modules
-        if isinstance(module, fx.GraphModule)
-        for memory in find_written_memory(module.graph)
+        for gm in graphs_of(node)
+        for memory in find_written_memory(gm.graph)
         for _, made, _ in memory.values
     )
 

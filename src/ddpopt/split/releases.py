@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt.split.nodes import attribute_of, name_of
+from ddpopt.split.nodes import graphs_of, name_of
 
 _MARK = "ddpopt_num_released"
 _FUNCTION_MARK = "ddpopt_function"
@@ -126,10 +126,7 @@ def _mark_functions(
     arguments_of: dict[int, frozenset[int]],
 ) -> None:
     for node in gm.graph.nodes:
-        graphs = [
-            attribute_of(gm, source) for source in node.all_input_nodes if source.op == "get_attr"
-        ]
-        graphs = [graph for graph in graphs if isinstance(graph, fx.GraphModule)]
+        graphs = graphs_of(node)
         if not graphs:
             continue
         if _torch.applies_function(name_of(node)):
@@ -151,8 +148,8 @@ def _mark_functions(
                 for placeholder, operand in zip(inner, operands, strict=True)
                 if isinstance(operand, fx.Node) and operand in argument_of
             }
-        for graph in graphs:
-            _mark_functions(graph, known, arguments_of)
+        for inner_gm in graphs:
+            _mark_functions(inner_gm, known, arguments_of)
 
 
 def function_of(call: fx.Node) -> int | None:
