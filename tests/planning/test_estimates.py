@@ -279,7 +279,6 @@ class Constant(MLP):
         (nn.Linear(2, 2).requires_grad_(False), torch.ones(2), "no parameter .* requires grad"),
         (DataDependent(), torch.ones(2, 64), "DataDependent cannot be traced .*torch.where"),
         (DataDependent().to("meta"), torch.ones(2, 64), "DataDependent cannot be traced"),
-        (Constant(), torch.ones(2, 64), "Constant cannot be traced .* must be buffers"),
         (MLP(), torch.ones(2, 63), "MLP cannot be traced .* inputs must fit"),
         (MLP(), 3, "example_inputs is a int"),
         (nn.Embedding(4, 4, sparse=True), torch.tensor([1]), "gradient of weight is sparse"),
@@ -291,6 +290,14 @@ def test_a_model_that_cannot_be_estimated_is_refused_with_a_remedy(
     """The error names the model and the reason."""
     with pytest.raises(PlanError, match=message):
         estimate(model, inputs, device=DEVICE)
+
+
+def test_tensors_in_attributes_are_constants() -> None:
+    """A rotary table is one, which the model made in an earlier forward."""
+    expected = estimate(MLP(), torch.ones(2, 64), device=DEVICE)
+    assert len(estimate(Constant(), torch.ones(2, 64), device=DEVICE).gradients) == len(
+        expected.gradients
+    )
 
 
 @pytest.mark.parametrize(

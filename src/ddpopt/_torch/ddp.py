@@ -362,6 +362,28 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
     return view.grad_fn.next_functions[0][0]
 
 
+def accumulate_nodes(result: torch.Tensor) -> list[Any]:
+    """The autograd nodes that accumulate the gradients of a result, each with its `variable`."""
+    found = []
+    nodes = [result.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # no other kind of node has it
+            found.append(node)
+        nodes += [before for before, _ in node.next_functions]
+    return found
+
+
+def gradient_hooks(leaf: torch.Tensor) -> list[dict[int, Any]]:
+    """The hooks of a leaf that a backward calls, in dictionaries that may be written to."""
+    rows = (names.TENSOR_HOOKS, names.ACCUMULATED_HOOKS)
+    return [hooks for row in rows if (hooks := row.get(leaf)) is not None]
+
+
 # ---- Modes and hooks ---------------------------------------------------------------------------
 
 
@@ -872,6 +894,7 @@ class CompiledCopy(NamedTuple):
     model: nn.Module
     ddp: DistributedDataParallel
     copies: dict[nn.Module, nn.Module]
+    memo: dict[int, Any]  # as `copy.deepcopy` keeps it: all copies, by the originals' ids
 
 
 def copy_compiled(
@@ -896,9 +919,11 @@ def copy_compiled(
         if not isinstance(part, optimized):  # those compile themselves
             for name, function in compiled_functions(part).items():
                 compile_alike = contexts[id(context_of(function))]
-                vars(copied)[name] = compile_alike(_rebound(function, copies))
+                vars(copied)[name] = compile_alike(rebound(function, copies))
     outer = None if model is ddp else contexts[id(names.DYNAMO_CTX.get(model))]
-    return CompiledCopy(twin if outer is None else outer(twin), twin, modules)
+    made = twin if outer is None else outer(twin)
+    copies[id(model)] = made
+    return CompiledCopy(made, twin, modules, copies)
 
 
 def _copy_ddp(
@@ -941,7 +966,7 @@ def keep_local(ddp: DistributedDataParallel) -> None:
         names.STATIC_ENQUEUED.set(True, ddp)
 
 
-def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
+def rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
     """The function that `torch.compile` was given; for an original's method, its copy's."""
     original = names.ORIG_CALLABLE.get(function)
     # `torch.compile` puts a function around a method of a class that Dynamo skips, since torch 2.15

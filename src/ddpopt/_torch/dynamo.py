@@ -588,6 +588,11 @@ def fake_mode_of(inputs: object) -> Any:
     return names.DETECT_FAKE_MODE.get()(inputs) or names.FAKE_TENSOR_MODE.get()()
 
 
+def mixing_fake_mode() -> Any:
+    """A new fake mode, in which a real tensor counts as the fake one that stands for it."""
+    return names.FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True)
+
+
 def to_fake(value: Any, fake_mode: Any) -> Any:
     """The fake tensor that stands for `value` in this compile; other values unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, names.FAKE_TENSOR.get()):

@@ -2,23 +2,22 @@
 
 `warmup` and `verify` want a step without training: nothing that the user has may change. So a step
 runs on a copy, which Dynamo gives the same compiled code (`_torch.copy_compiled`). What is left to
-guard against is a copy that uses the original after all, through a function that holds it.
+guard against is a copy that uses the original after all; see `_copies.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch
+from ddpopt import _copies, _torch
 from ddpopt._values import POSITIVE, check_number
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
@@ -28,7 +27,7 @@ from ddpopt.ranks.store import monitored_block
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
-T = TypeVar("T")
+_WHAT = "the module in DistributedDataParallel"  # is copied
 
 
 class Outcome(NamedTuple):
@@ -86,23 +85,24 @@ class DryRun:
                 own parameters or buffers, which stay unchanged.
         """
         with self.stage("copying"):
-            rehearsal = rehearse(self.model, is_apart=is_apart)
-            batch = _copy_batch(self.batch)
-        _torch.keep_local(rehearsal.ddp)
+            rehearsal = rehearse(self.model, self.loss_fn, is_apart=is_apart)
+            batch = _copies.copy_batch(self.batch, OptionError)
+        for ddp in rehearsal.ddp_modules:
+            _torch.keep_local(ddp)
         state_before = _randomness(self.ddp)
         with (
             torch.enable_grad(),
             same_randomness(self.ddp),
             rehearsal.drawing(),
-            _shielded(self.ddp, rehearsal),
+            _copies.shielded(self.ddp.module, rehearsal.initial_buffers, OptionError, _WHAT),
         ):
             with self.stage("forward"):
-                loss, _ = rehearsal.forward(batch, self.loss_fn)
+                loss, _ = rehearsal.forward(batch)
             with self.stage("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
+                rehearsal.backward(loss)
                 # The steps of `verify`, which communicate, would write to them as well.
-                for name in _written_buffers(self.ddp, rehearsal):
-                    _refuse_use(name.removeprefix("module."))
+                for name in _copies.written_buffers(self.ddp.module, rehearsal.initial_buffers):
+                    raise OptionError(_copies.use_of_original(name, _WHAT))
             draws_numbers = _randomness(self.ddp) != state_before
         return rehearsal, draws_numbers
 
@@ -113,16 +113,23 @@ class Rehearsal:
 
     model: torch.nn.Module  # what to call
     ddp: DistributedDataParallel  # the DDP module in it
+    ddp_modules: Sequence[DistributedDataParallel]  # that one, and those that the loss is made by
+    loss_fn: LossFn | None  # with copies of the modules in it
     initial_buffers: dict[str, torch.Tensor]  # with which each step begins, by name
     is_apart: bool  # whether it runs code that was compiled for it alone
 
-    def forward(
-        self, batch: Batch, loss_fn: LossFn | None
-    ) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
         """The loss of a batch, and the dtypes of the output."""
         output = call_model(self.model, batch)
         dtypes = frozenset(t.dtype for t in tensors_of(output) if t.is_floating_point())
-        return find_loss(output, loss_fn, of_tensor=_distance, error=OptionError), dtypes
+        loss = find_loss(output, self.loss_fn, of_tensor=_distance, error=OptionError)
+        return loss, dtypes
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of the copy's parameters, and those of nothing else."""
+        own = {*self.ddp.parameters(), *_torch.reducer_parameters(self.ddp)}
+        with _copies.sparing_others(loss, own):
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Draw random numbers in this block in the way that its code was compiled for."""
@@ -132,29 +139,29 @@ class Rehearsal:
         """Drop gradients, and reset buffers to their values in the original."""
         for parameter in self.ddp.parameters():
             parameter.grad = None
-        for name, buffer in self.ddp.named_buffers():
+        for name, buffer in self.ddp.module.named_buffers():
             initial = self.initial_buffers.get(name)
             if initial is not None and initial.shape == buffer.shape:  # else forward made it anew
                 buffer.detach().copy_(initial)
 
-    def step(self, batch: Batch, loss_fn: LossFn | None) -> Outcome:
+    def step(self, batch: Batch) -> Outcome:
         """Run forward and backward on a copy of the batch, from the original's buffers."""
         self.reset()
-        loss, dtypes = self.forward(_copy_batch(batch), loss_fn)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss, dtypes = self.forward(_copies.copy_batch(batch, OptionError))
+        self.backward(loss)
         gradients: dict[str, torch.Tensor | None] = {}
         for name, parameter in self.ddp.module.named_parameters():
             if parameter.requires_grad:
                 gradient = parameter.grad
                 gradients[name] = None if gradient is None else gradient.detach().clone()
-        buffers = {}
-        for name, buffer in self.ddp.module.named_buffers():
-            buffers[name] = buffer.detach().clone()
+        buffers = _copies.copy_buffers(self.ddp.module)
         return Outcome(loss.detach().clone(), gradients, buffers, dtypes)
 
 
-def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
-    """A copy of a compiled DDP model; see `_torch.copy_compiled`.
+def rehearse(
+    model: torch.nn.Module, loss_fn: LossFn | None = None, *, is_apart: bool = False
+) -> Rehearsal:
+    """A copy of a compiled DDP model and its loss; see `_torch.copy_compiled`.
 
     Raises:
         OptionError: the model cannot be copied, a copy would run its forward, or DDP is in a mode
@@ -165,119 +172,27 @@ def rehearse(model: torch.nn.Module, *, is_apart: bool = False) -> Rehearsal:
     if mode is not None:
         raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
     try:
-        made = _torch.copy_compiled(model, _deep_copy, is_apart=is_apart)
+        made = _torch.copy_compiled(model, _copies.deep_copy, is_apart=is_apart)
     except DDPOptError:
         raise
     except Exception as error:  # modules may define how they are copied
-        raise OptionError(
-            f"the module in DistributedDataParallel cannot be copied ({error}); it has to be a "
-            "module that copy.deepcopy takes"
-        ) from error
+        raise OptionError(_copies.cannot_be_copied(_WHAT, error)) from error
     for part, copied in made.copies.items():
-        _refuse_foreign_forward(part, copied)
+        if problem := _copies.foreign_forward(copied, part):
+            raise OptionError(problem)
     state.get(made.ddp).become_copy_of(state.get(original))
     tuner.share(original, made.ddp)
-    buffers = {name: buffer.detach().clone() for name, buffer in made.ddp.named_buffers()}
-    return Rehearsal(model=made.model, ddp=made.ddp, initial_buffers=buffers, is_apart=is_apart)
-
-
-def _copy_batch(batch: Batch) -> Batch:
-    try:
-        return _deep_copy(batch)
-    except Exception as error:  # what it holds may define how it is copied
-        raise OptionError(
-            f"the batch cannot be copied ({error}); give what copy.deepcopy takes: lists in place "
-            "of generators, no files or locks"
-        ) from error
-
-
-class _CopyingResults(torch.overrides.TorchFunctionMode):
-    """Lets `copy.deepcopy` copy tensors that autograd computed, which it otherwise refuses.
-
-    The copy is computed from a leaf with equal values, so that it may be written to as well.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            with torch.enable_grad():
-                return copy.deepcopy(tensor.detach(), memo).requires_grad_().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def _deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
-    with _CopyingResults():
-        return copy.deepcopy(value, memo)
-
-
-def _refuse_foreign_forward(module: torch.nn.Module, copied: torch.nn.Module) -> None:
-    """Raise if a forward that was set on the instance would run the original module.
-
-    `_shielded` would find out too, but only once it ran, which changes the model: Lightning's sets
-    the module's forward back, so that the first training forward would be another.
-    """
-    # A deep copy of an instance shares the functions in it, with all that they hold.
-    cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
-    for cell in cells:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # it is empty
-            continue
-        if value is module or getattr(value, "__self__", None) is module:
-            raise OptionError(
-                f"the forward of this {type(module).__name__} is replaced by a function that holds "
-                "the module, so a copy would run the original; call it where the forward is the "
-                "module's own"
-            )
-
-
-@contextlib.contextmanager
-def _shielded(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> Iterator[None]:
-    """Keep backwards in this block from `ddp`'s gradients and Reducer; restore its buffers.
-
-    A copy uses the original if a function that both call holds one of its parameters or modules, or
-    if a `__deepcopy__` shares them. A backward that reaches an original parameter raises before
-    the gradient is accumulated.
-    """
-    # A node lives, with its hook, while somebody holds it: DDP's Reducer, or for a parameter that
-    # the Reducer does not have, this list.
-    nodes = []
-    hooks = []
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad:
-            node = _torch.accumulate_node(parameter)
-            nodes.append(node)
-            hooks.append(node.register_prehook(functools.partial(_refuse_use, name)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for name in _written_buffers(ddp, rehearsal):
-            ddp.get_buffer(name).detach().copy_(rehearsal.initial_buffers[name])
-
-
-def _refuse_use(name: str, *_gradients: object) -> None:
-    raise OptionError(
-        f"a copy of the module in DistributedDataParallel uses the original's {name}: a function "
-        "holds it, or a module that it is in (a lambda, a decorated forward), or a __deepcopy__ "
-        "shares it; have the function take the module as an argument, or copy it"
+    if loss_fn is not None:
+        loss_fn = _copies.copy_function(loss_fn, made.memo)
+    in_loss = [c for c in made.memo.values() if isinstance(c, DistributedDataParallel)]
+    return Rehearsal(
+        model=made.model,
+        ddp=made.ddp,
+        ddp_modules=[made.ddp, *in_loss],
+        loss_fn=loss_fn,
+        initial_buffers=_copies.copy_buffers(made.ddp.module),
+        is_apart=is_apart,
     )
-
-
-def _written_buffers(ddp: DistributedDataParallel, rehearsal: Rehearsal) -> list[str]:
-    """The buffers of the original that are not, bit for bit, what they were when it was copied."""
-    written = []
-    for name, buffer in ddp.named_buffers():
-        # Not by their versions, which batch norm's writes leave as they are.
-        if not torch.equal(_bits(buffer), _bits(rehearsal.initial_buffers[name])):
-            written.append(name)
-    return written
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: a NaN is equal to itself in them."""
-    return tensor.detach().to_dense().contiguous().flatten().view(torch.uint8)
 
 
 def is_compiled_by_us(model: torch.nn.Module) -> bool:

@@ -190,11 +190,11 @@ def _step_copy(
     Each call steps a copy of its own, since DDP forms its buckets once, after the first step.
     """
     outcomes = []
-    rehearsal = rehearse(compiled.model)
+    rehearsal = rehearse(compiled.model, compiled.loss_fn)
     with torch.compiler.set_stance(stance), compiled.drawing():
         for _ in range(_NUM_STEPS):
             restore_randomness()
-            outcomes.append(rehearsal.step(run.batch, run.loss_fn))
+            outcomes.append(rehearsal.step(run.batch))
     return outcomes
 
 

@@ -16,9 +16,10 @@ of their first input, so reading them reads that.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,10 @@ from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpopt import _torch
+from ddpopt import _copies, _torch
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss
 from ddpopt.planning.calibrate import measure_device
@@ -52,13 +54,13 @@ def estimate(
 
     Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
     ends where the loss is computed. An unused parameter is ready at the end of backward. The
-    current autocast and the model's current mode (train or eval) apply. Neither the model nor the
-    random number state of torch, Python or numpy changes.
+    current autocast and the model's current mode (train or eval) apply. The model, what it holds,
+    and the random number states of torch, Python and numpy are left unchanged.
 
     Args:
-        model: Compiled or not; the profile takes its names, so pass what DDP is to wrap, or wraps.
-            On the meta device it is traced as if it were on the accelerator, or on the CPU if there
-            is none, and takes no memory.
+        model: What DDP is to wrap, or wraps, or the DDP module; compiled or not. It needs no memory
+            for a second one. On the meta device it is traced as if it were on the accelerator, or
+            on the CPU if there is none, and takes no memory.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes matter.
         device: Rates of the device; None measures those of the model's device, in under 1 s.
@@ -69,7 +71,7 @@ def estimate(
         PlanError: the model has no parameter that requires grad, it cannot be traced, the loss is
             not a scalar that depends on a parameter, or a gradient is sparse.
     """
-    graph, trained = _trace(model, example_inputs, loss)
+    graph, trained = _trace(wrapped_module(model), example_inputs, loss)
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
     for name, node in zip(trained, made, strict=True):
@@ -129,6 +131,15 @@ def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
     )
 
 
+def wrapped_module(model: nn.Module) -> nn.Module:
+    """The module that a DDP module wraps, compiled or not; a model that is none itself.
+
+    So names are those of what DDP wraps, and DDP's forward takes no part.
+    """
+    ddp = _torch.unwrap_compiled(model)
+    return ddp.module if isinstance(ddp, DistributedDataParallel) else model
+
+
 def _trace(
     model: nn.Module, example_inputs: Any, loss: LossFn | None
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
@@ -147,16 +158,19 @@ def _trace(
             f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
             "positional arguments or a dict of keyword arguments"
         )
-    inputs = (parameters, dict(model.named_buffers()), *as_batch(example_inputs))
+    is_on_meta = any(parameter.is_meta for parameter in parameters.values())
+    accelerator = (torch.accelerator.current_accelerator() or "cpu") if is_on_meta else None
+    fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), accelerator)
+    # Of copies, since a forward may keep what it computes, which here are fake tensors.
+    step = _Step(*_copies.copy_model(model, loss, PlanError, shares_tensors=True))
+    tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    inputs: Any = map_aggregate((tensors, *as_batch(example_inputs)), fake)
 
-    def trace(parameters: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
-        state = {f"model.{name}": value for name, value in {**parameters, **buffers}.items()}
-        wanted = [parameters[name] for name in trained]
-        return functional_call(_Step(model, loss), state, (wanted, Batch(args, kwargs)))
+    def trace(tensors: Any, args: Any, kwargs: Any) -> Any:
+        wanted = [tensors[f"model.{name}"] for name in trained]
+        return functional_call(step, dict(tensors), (wanted, Batch(args, kwargs)))
 
     try:
-        if any(parameter.is_meta for parameter in parameters.values()):
-            inputs = _to_fake(inputs, torch.accelerator.current_accelerator() or "cpu")
         # Fake tensors draw no numbers, but a forward may also ask Python's or numpy's generator.
         with same_randomness(model), torch.enable_grad(), _torch.uncompiled_while_tracing():
             graph = make_fx(trace, tracing_mode="fake")(*inputs).graph
@@ -169,43 +183,39 @@ def _trace(
         raise PlanError(
             f"{type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); the "
             "inputs must fit its forward, whose course must not depend on values (torch.where "
-            "instead of if) and whose constant tensors must be buffers; or else measure its profile"
+            "instead of if); or else measure its profile"
         ) from error
-    return graph, {name: inputs[0][name] for name in trained}
+    return graph, {name: inputs[0][f"model.{name}"] for name in trained}
 
 
 class _Step(nn.Module):
     """Forward and backward as one module, since checkpointed parts of forward run in both."""
 
-    def __init__(self, model: nn.Module, loss: LossFn | None) -> None:
+    def __init__(self, model: nn.Module, loss: LossFn | None, in_loss: Sequence[nn.Module]) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
+        self.in_loss = nn.ModuleList(in_loss)
+        self._loss = (loss,)  # in a tuple, or it would be registered once more if it is a module
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
         """The loss, and its gradients with respect to `wanted`."""
-        value = find_loss(call_model(self.model, batch), self._loss)
+        value = find_loss(call_model(self.model, batch), *self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
 
-def _to_fake(values: Any, device: torch.device | str) -> Any:
-    """Return fake tensors on `device` in place of all tensors.
+def _to_fake(mode: Any, device: torch.device | str | None, value: Any) -> Any:
+    """Return a fake tensor in place of a tensor, on `device` if that is not None.
 
     Tracing on the meta device itself would give operations that no device runs: attention, for
     one, is decomposed there.
     """
-    mode = _torch.fake_mode_of(())
-
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        with mode:
-            made = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=device
-            )
-        return made.requires_grad_(value.requires_grad)
-
-    return map_aggregate(values, fake)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value  # make_fx replaces tensors of other kinds
+    with mode, torch.no_grad():
+        made = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=device or value.device
+        )
+    return made.requires_grad_(value.requires_grad)
 
 
 # ---- Costs of calls ----------------------------------------------------------------------------

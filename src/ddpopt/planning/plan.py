@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import hashlib
 import json
 import statistics
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpopt import _torch
+from ddpopt import _copies
 from ddpopt._text import count, format_ms, shorten, write_text
 from ddpopt._values import POSITIVE_WHOLE, check_number
 from ddpopt.errors import PlanError
@@ -35,7 +34,7 @@ from ddpopt.planning.costs import (
     check_keys,
     naming,
 )
-from ddpopt.planning.estimates import estimate, scale
+from ddpopt.planning.estimates import estimate, scale, wrapped_module
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
 from ddpopt.planning.randomness import same_randomness
 from ddpopt.planning.timeline import Timeline, bucket_table, predict
@@ -216,12 +215,13 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     """The best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
 
     The part of backward that each gradient has to wait for is estimated (see `estimate`); forward
-    and backward are timed, which leaves gradients, buffers and the random number states of torch,
-    Python and numpy unchanged.
+    and backward are timed, on a copy of the model. The model, what it holds, and the random number
+    states of torch, Python and numpy are left unchanged.
     With several ranks, make the plan on one and broadcast `to_json()`: times differ between ranks.
 
     Args:
-        model: What DDP is to wrap, compiled or not, on its device, in the mode used in training.
+        model: What DDP is to wrap, or wraps, or the DDP module; compiled or not, on its device, in
+            the mode used in training.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         network: What `calibrate` measured, or the links of a cluster.
         world_size: Number of ranks; None means that of the default process group.
@@ -231,14 +231,14 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         loss: Computes a scalar from the model's output; the default is as in `estimate`.
 
     Raises:
-        PlanError: the model cannot be traced, is in a DistributedDataParallel that looks for unused
-            parameters, or `world_size` is missing or below 1.
+        PlanError: the model cannot be traced or copied, or `world_size` is missing or below 1.
     """
     if world_size is None:
         if not dist.is_initialized():
             raise PlanError("world_size is None without a process group; give the number of ranks")
         world_size = dist.get_world_size()
     cost = network.allreduce(world_size) if isinstance(network, Network) else network
+    model = wrapped_module(model)
     profile = estimate(model, example_inputs, device=device, loss=loss)
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     if device is None and not is_on_meta:
@@ -247,54 +247,40 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     return plan_buckets(profile, cost, world_size)
 
 
-def _is_watched(model: nn.Module) -> bool:
-    """Whether a backward of this model leaves notes in a Reducer that looks for unused parameters.
-
-    It notes what any backward uses, also one that went past DDP, until it next reduces.
-    """
-    own = set(model.parameters())
-    return any(
-        not _torch.follows_arrival_order(ddp) and not own.isdisjoint(ddp.module.parameters())
-        for ddp in _torch.live_ddp_modules()
-    )
-
-
 def _measure(
     model: nn.Module,
     example_inputs: Any,
     backend: str | Callable[..., Any] | None,
     loss: LossFn | None,
 ) -> tuple[float, float]:
-    """The median times of forward and backward, without the first step, which compiles."""
-    if _is_watched(model):
-        gc.collect()  # that DDP module may only wait for it
-        if _is_watched(model):
-            raise PlanError(
-                "this model is in a DistributedDataParallel that looks for unused parameters, and "
-                "would take those of the measurement for used ones; make the plan before it, or of "
-                "a copy (copy.deepcopy(ddp.module))"
-            )
+    """The median times of forward and backward, without the first step, which compiles.
+
+    What is run is a copy: a forward may keep what it likes, backward's hooks may step an optimizer,
+    and the Reducer of a DistributedDataParallel that the model is in would take notes.
+    """
+    copied, own_loss, _ = _copies.copy_model(model, loss, PlanError)
+    batch = _copies.copy_batch(example_inputs, PlanError)
+    with _copies.shielded(model, _copies.copy_buffers(model), PlanError, "the model"):
+        return _time_steps(copied, batch, backend, own_loss)
+
+
+def _time_steps(
+    model: nn.Module, batch: Any, backend: str | Callable[..., Any] | None, loss: LossFn | None
+) -> tuple[float, float]:
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    devices = {parameter.device for parameter in gradients}
-    clocks = [Clock(device) for device in devices]
+    parameters = set(model.parameters())
+    clocks = [Clock(device) for device in {parameter.device for parameter in parameters}]
     times: list[tuple[float, float]] = []
-    try:
-        with same_randomness(model):
-            for _ in range(_NUM_STEPS + 1):
-                model.zero_grad(set_to_none=True)
-                start_s = max(clock.finish() for clock in clocks)
-                value = find_loss(call_model(compiled, example_inputs), loss)
-                middle_s = max(clock.finish() for clock in clocks)
+    with same_randomness(model):
+        for _ in range(_NUM_STEPS + 1):
+            model.zero_grad(set_to_none=True)
+            start_s = max(clock.finish() for clock in clocks)
+            value = find_loss(call_model(compiled, batch), loss)
+            middle_s = max(clock.finish() for clock in clocks)
+            with _copies.sparing_others(value, parameters):
+                backward_start_s = max(clock.finish() for clock in clocks)
                 value.backward()  # type: ignore[no-untyped-call]  # as torch has it
                 stop_s = max(clock.finish() for clock in clocks)
-                times.append((middle_s - start_s, stop_s - middle_s))
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
+            times.append((middle_s - start_s, stop_s - backward_start_s))
     forward_s, backward_s = map(statistics.median, zip(*times[1:], strict=True))
     return forward_s, backward_s

@@ -1,0 +1,375 @@
+"""Copies of what users hand in: modules, batches and losses, to be tried in place of the originals.
+
+A call that promises to change nothing runs the user's code on copies. What is left to guard against
+is a copy that uses an original after all, through a function that holds it, and leaves that are in
+nothing that was copied: `shielded` and `sparing_others` keep gradients from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ddpopt import _torch
+
+_MOST_ITEMS = 1000  # in what may hold modules; longer lists and dictionaries hold data
+
+T = TypeVar("T")
+
+
+def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+    """As `copy.deepcopy`, but tensors that autograd computed are copied as well.
+
+    Raises:
+        Exception: what is copied may define how, and raise anything.
+    """
+    with _CopyingResults():
+        return copy.deepcopy(value, memo)
+
+
+class _CopyingResults(torch.overrides.TorchFunctionMode):
+    """Lets `copy.deepcopy` copy tensors that autograd computed, which it otherwise refuses.
+
+    The copy is computed from a leaf with equal values, so that it may be written to as well.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            with torch.enable_grad():
+                return copy.deepcopy(tensor.detach(), memo).requires_grad_().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def copy_batch(batch: T, error: type[Exception]) -> T:
+    """A deep copy of a model's arguments.
+
+    Raises:
+        error: they cannot be copied.
+    """
+    try:
+        return deep_copy(batch)
+    except Exception as cause:  # what it holds may define how it is copied
+        raise error(
+            f"the batch cannot be copied ({cause}); give what copy.deepcopy takes: lists in place "
+            "of generators, no files or locks"
+        ) from cause
+
+
+class Copies(NamedTuple):
+    """Copies of a module and a loss, and of the modules that the loss holds beside that one."""
+
+    model: nn.Module
+    loss_fn: Any
+    in_loss: list[nn.Module]
+
+
+def copy_model(
+    model: nn.Module,
+    loss_fn: Any,
+    error: type[Exception],
+    *,
+    shares_tensors: bool = False,
+) -> Copies:
+    """Copies of a module and of a loss, or None, which may hold parts of it.
+
+    With `shares_tensors` the copy has the module's own parameters and buffers, for who puts others
+    in their place.
+
+    Functions that were compiled are not compiled in the copy.
+
+    Raises:
+        error: the module cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    if shares_tensors:
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = tensor
+    try:
+        copied = deep_copy(model, memo)
+    except Exception as cause:  # modules may define how they are copied
+        raise error(cannot_be_copied(f"this {type(model).__name__}", cause)) from cause
+    for part in model.modules():
+        if id(part) in memo:
+            _copy_functions(part, memo[id(part)], memo)
+    own_loss = None if loss_fn is None else copy_function(loss_fn, memo)
+    in_model = set(copied.modules())
+    others = {c for c in memo.values() if isinstance(c, nn.Module)} - in_model
+    below = {part for other in others for part in other.modules() if part is not other}
+    return Copies(copied, own_loss, sorted(others - below, key=lambda other: type(other).__name__))
+
+
+def _copy_functions(original: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Replace functions in a copied module's attributes, which are shared, where they hold modules.
+
+    A forward that was set on the instance is one.
+    """
+    compiled = _torch.compiled_functions(original)
+    for name, value in vars(original).items():
+        if name in compiled:
+            vars(copied)[name] = _torch.rebound(value, memo)
+        elif callable(value) and not isinstance(value, nn.Module):
+            vars(copied)[name] = copy_function(value, memo)
+
+
+def cannot_be_copied(what: str, cause: Exception) -> str:
+    """What is wrong with a module for which `copy.deepcopy` raised `cause`."""
+    return f"{what} cannot be copied ({cause}); it has to be a module that copy.deepcopy takes"
+
+
+def foreign_forward(copied: nn.Module, original: nn.Module) -> str:
+    """What is wrong if a forward that was set on an instance runs the original in a copy; or ""."""
+    # A deep copy of an instance shares the functions in it, with all that they hold.
+    cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
+    for value in filter(None, map(_content, cells)):
+        if value is original or getattr(value, "__self__", None) is original:
+            return (
+                f"the forward of this {type(original).__name__} is replaced by a function that "
+                "holds the module, so a copy would run the original; call it where the forward is "
+                "the module's own"
+            )
+    return ""
+
+
+def _content(cell: types.CellType) -> Any:
+    """What a function's closure has for a name, None if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+# ---- Functions ---------------------------------------------------------------------------------
+
+
+def copy_function(function: T, memo: dict[int, Any]) -> T:
+    """A copy of a callable that holds copies of the modules in it, or itself if it holds none.
+
+    Modules are found in closures, defaults, methods' objects, `functools.partial`, lists, tuples
+    and dictionaries in these, and in the global names that a function uses. `memo` is that of
+    `copy.deepcopy`, and says which copies exist already.
+    """
+    copied: T = _Copier(memo).copy(function)
+    return copied
+
+
+class _Copier:
+    """Copies values that hold modules, and leaves all others as they are."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+
+    def copy(self, value: Any) -> Any:
+        memo = self._memo
+        if id(value) not in memo:
+            memo.setdefault(id(memo), []).append(value)  # while it lives, its id is nobody else's
+            if isinstance(value, nn.Module):
+                memo[id(value)] = self._copy_module(value)
+            else:
+                memo[id(value)] = value  # where it holds itself
+                memo[id(value)] = self._copy_parts(value)
+        return memo[id(value)]
+
+    def _copy_module(self, module: nn.Module) -> nn.Module:
+        memo = dict(self._memo)
+        try:
+            copied = deep_copy(module, memo)
+        except Exception:
+            # Modules may define how they are copied. This one is used itself, and `sparing_others`
+            # keeps its parameters as they are.
+            return module
+        self._memo.update(memo)
+        return copied
+
+    def _copy_parts(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is types.FunctionType:
+            return value if _is_of_torch(value) else self._copy_function(value)
+        if kind is types.MethodType:
+            owner = self._copy_owner(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if kind in (list, tuple, dict):
+            return self._copy_items(value)
+        if kind is functools.partial:
+            parts = [value.func, value.args, value.keywords]
+            function, args, keywords = copied = self._copy_items(parts)
+            return value if copied is parts else functools.partial(function, *args, **keywords)
+        return self._copy_owner(value) if callable(value) else value
+
+    def _copy_items(self, values: Any) -> Any:
+        """A list, tuple or dictionary with copied values; itself if none of them is another."""
+        if len(values) > _MOST_ITEMS:
+            return values
+        items = values.values() if isinstance(values, dict) else values
+        copied = [self.copy(item) for item in items]
+        if all(item is value for item, value in zip(copied, items, strict=True)):
+            return values
+        kind = type(values)
+        return kind(zip(values, copied, strict=True)) if kind is dict else kind(copied)
+
+    def _copy_owner(self, owner: Any) -> Any:
+        """The object of a method, or one that is called: with copies in its attributes."""
+        if isinstance(owner, nn.Module):
+            return self.copy(owner)
+        if isinstance(owner, type | types.ModuleType) or not hasattr(owner, "__dict__"):
+            return owner
+        attributes = self._copy_items(vars(owner))
+        if attributes is vars(owner):
+            return owner
+        try:
+            copied = copy.copy(owner)
+            vars(copied).update(attributes)
+        except Exception:  # as in `_copy_module`
+            return owner
+        return copied
+
+    def _copy_function(self, function: types.FunctionType) -> types.FunctionType:
+        cells = function.__closure__ or ()
+        parts = [
+            [_content(cell) for cell in cells],
+            function.__defaults__,
+            function.__kwdefaults__,
+            _globals_of(function),
+        ]
+        values, defaults, keyword_defaults, found_globals = copied = self._copy_items(parts)
+        if copied is parts:
+            return function
+        made = types.FunctionType(
+            function.__code__,
+            {**function.__globals__, **found_globals},
+            function.__name__,
+            defaults,
+            tuple(map(_with_content, cells, values)),
+        )
+        made.__kwdefaults__ = keyword_defaults
+        vars(made).update(vars(function))
+        return made
+
+
+def _with_content(cell: types.CellType, value: Any) -> types.CellType:
+    """The cell, or another one where the value is not what is in it."""
+    return cell if _content(cell) is value else types.CellType(value)
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """The global values whose names a function uses."""
+    known = function.__globals__
+    return {name: known[name] for name in _names_in(function.__code__) if name in known}
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names that a function and those that are defined in it use, attributes among them."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    return function.__module__ is not None and function.__module__.partition(".")[0] == "torch"
+
+
+# ---- Guards ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shielded(
+    original: nn.Module,
+    initial_buffers: dict[str, torch.Tensor],
+    error: type[Exception],
+    what: str,
+) -> Iterator[None]:
+    """Keep this block from a module's gradients and from its Reducer, and restore its buffers.
+
+    A copy uses the original if a function that both call holds one of its parameters or modules, or
+    if a `__deepcopy__` shares them.
+
+    Raises:
+        error: a backward reaches a parameter of the module, before the gradient is accumulated;
+            the message begins with "a copy of `what` uses".
+    """
+    # A node lives, with its hook, while somebody holds it: DDP's Reducer, or for a parameter that
+    # the Reducer does not have, this list.
+    nodes = []
+    hooks = []
+    for name, parameter in original.named_parameters():
+        if parameter.requires_grad:
+            node = _torch.accumulate_node(parameter)
+            nodes.append(node)
+            hooks.append(node.register_prehook(functools.partial(_refuse, name, error, what)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name in written_buffers(original, initial_buffers):
+            original.get_buffer(name).detach().copy_(initial_buffers[name])
+
+
+def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a module's buffers, by name."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def _refuse(name: str, error: type[Exception], what: str, *_gradients: object) -> None:
+    raise error(use_of_original(name, what))
+
+
+def use_of_original(name: str, what: str) -> str:
+    """What is wrong where a copy of `what` used a parameter or buffer of the original."""
+    return (
+        f"a copy of {what} uses the original's {name}: a function holds it, or a module that it is "
+        "in (a lambda, a decorated forward), or a __deepcopy__ shares it; have the function take "
+        "the module as an argument, or copy it"
+    )
+
+
+@contextlib.contextmanager
+def sparing_others(loss: torch.Tensor, own: Collection[torch.Tensor]) -> Iterator[None]:
+    """Keep a backward of `loss` from all leaves that are not among `own`, and from their hooks.
+
+    Such as parameters of a loss, or of a module beside DDP which the forward calls. Leaves that
+    only a reentrant checkpoint reaches are not seen: its graph is made in backward.
+    """
+    hooks = []
+    muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # dictionaries, and what was in them
+    for node in _torch.accumulate_nodes(loss):
+        if node.variable not in own:
+            hooks.append(node.register_prehook(_drop_gradient))
+            for own_hooks in _torch.gradient_hooks(node.variable):
+                muted.append((own_hooks, dict(own_hooks)))
+                own_hooks.clear()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for own_hooks, before in muted:
+            own_hooks.update(before)
+
+
+def _drop_gradient(_gradients: object) -> tuple[None]:
+    return (None,)  # with which AccumulateGrad does nothing
+
+
+def written_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
+    """The buffers of a module that are not, bit for bit, what they were `before`."""
+    written = []
+    for name, buffer in module.named_buffers():
+        # Not by their versions, which batch norm's writes leave as they are.
+        if not torch.equal(_bits(buffer), _bits(before[name])):
+            written.append(name)
+    return written
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: a NaN is equal to itself in them."""
+    return tensor.detach().to_dense().contiguous().flatten().view(torch.uint8)
