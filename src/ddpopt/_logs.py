@@ -30,9 +30,9 @@ def info(message: str, *args: object) -> bool:
     return False
 
 
-def warning(message: str, *args: object) -> None:
+def warning(message: str, *args: object, exc_info: Exception | None = None) -> None:
     """Log at WARNING, which torch prints unless the user turned it off."""
-    _torch_log.warning(message, *args, stacklevel=2)
+    _torch_log.warning(message, *args, stacklevel=2, exc_info=exc_info)
 
 
 def progress(message: str, *args: object) -> None:

@@ -185,19 +185,28 @@ def install() -> None:
             error,
         )
     watch_forwards()
-    subscribe_to_all(_Forwards())
+    subscribe_to_all(_Verifying())
+    subscribe_to_all(_Looking())
     ask_at_first(_watch_first_forward)
     ask_at_first(number_at_first)
 
 
-class _Forwards(Subscriber):
-    """What is due in each forward of any module."""
+class _Verifying(Subscriber):
+    """Verifies any module by itself, where `config.verify` asks for it."""
+
+    may_raise = True
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         first_step.before_forward(ddp, forward)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         first_step.after_forward(ddp, forward)
+
+
+class _Looking(Subscriber):
+    """Looks whether something of any module's forward was compiled that was to be."""
+
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if forward.backend is backend:
             _warn_if_nothing_compiled(ddp, is_whole=True)
 
@@ -210,7 +219,7 @@ class _FirstForward(Subscriber):
             return  # a trainer may evaluate first, with a method that is not compiled
         unsubscribe(ddp, _FirstForward)
         if forward.backend is backend:
-            return  # `_Forwards` looks at such
+            return  # `_Looking` looks at such
         with contextlib.suppress(TorchDriftError):  # only a warning is lost
             if not state.is_copy(ddp) and is_compiled_by_us(ddp):
                 _warn_if_nothing_compiled(ddp, is_whole=False)

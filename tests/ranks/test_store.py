@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,8 +58,11 @@ def test_a_value_that_is_written_is_read() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_no_two_keys_of_a_group_are_equal() -> None:
+    """But another group begins to count, also one with its name: it may have another store."""
     keys = [next_key(_group(), name) for name in ("a", "a", "b")]
     assert len(set(keys)) == 3
+    group: Any = _Group(0, 1)
+    assert next_key(group, "a") == keys[0]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -118,10 +121,15 @@ def test_a_store_without_a_second_connection_is_called_itself(
 # ---- Ranks that meet ---------------------------------------------------------------------------
 
 
-class _Group(NamedTuple):
-    rank: int
-    size: int
-    group_name: str = "test"
+class _Group:
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
 
 
 class _Clock:
@@ -148,10 +156,8 @@ def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """The one store of all groups; monitored blocks have the same names on all ranks."""
     shared, numbers = dist.HashStore(), [itertools.count() for _ in range(4)]
     monkeypatch.setattr(_torch, "store_of", lambda _: shared)
-    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
     monkeypatch.setattr(
-        store, "next_key", lambda group, name: f"{name}/{next(numbers[group.rank])}"
+        store, "next_key", lambda group, name: f"{name}/{next(numbers[group.rank()])}"
     )
     return shared
 
@@ -177,7 +183,7 @@ def test_a_block_ends_on_no_rank_before_it_has_ended_on_all(threads_as_ranks: di
     def run(group: _Group) -> bool:
         with monitored_block(group, "work", "working", silence_s=LIMIT_S):  # type: ignore[arg-type]
             all_have_come.wait(LIMIT_S)
-            if group.rank == 1:
+            if group.rank() == 1:
                 until_s = time.monotonic() + LIMIT_S
                 while {threads_as_ranks.get(f"work/0/{rank}") for rank in (0, 2)} != {b"done"}:
                     assert time.monotonic() < until_s
@@ -271,7 +277,7 @@ def test_an_error_in_a_block_is_one_of_all() -> None:
         with contextlib.suppress(PeerError, KeyError), thinking:
             raise KeyError
         with monitored_block(group, "work", "working", silence_s=LIMIT_S):  # type: ignore[arg-type]
-            if group.rank == 1:
+            if group.rank() == 1:
                 raise KeyError("no such batch")
 
     first, second, third = _on_ranks(3, run)
@@ -311,9 +317,9 @@ def test_one_of_those_that_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch) -
                 is_said.set()
 
     def run(group: _Group) -> None:
-        threads_of_ranks[group.rank] = threading.get_ident()
+        threads_of_ranks[group.rank()] = threading.get_ident()
         with monitored_block(group, "work", "working", silence_s=LIMIT_S):  # type: ignore[arg-type]
-            if group.rank == 0:
+            if group.rank() == 0:
                 assert is_said.wait(LIMIT_S)
 
     with mock.patch.object(_logs, "warning", note):
@@ -344,7 +350,7 @@ def _decisions(
 def test_ranks_that_all_come_go_on() -> None:
     """The last one to come writes the answer."""
     decisions = _decisions(3, LIMIT_S)
-    assert _on_ranks(3, lambda group: decisions[group.rank].decide()) == ["None"] * 3
+    assert _on_ranks(3, lambda group: decisions[group.rank()].decide()) == ["None"] * 3
     assert not _threads()
 
 
@@ -376,7 +382,7 @@ def test_a_rank_that_cannot_go_on_for_now_answers_for_all_and_they_may_ask_again
     answers = [decisions[1].decide("not yet", is_for_now=True), decisions[0].decide()]
     assert answers == [Refusal("on rank 1: not yet", is_for_now=True)] * 2
     again = _decisions(2, LIMIT_S, key="key again")
-    assert _on_ranks(2, lambda group: again[group.rank].decide()) == ["None"] * 2
+    assert _on_ranks(2, lambda group: again[group.rank()].decide()) == ["None"] * 2
 
 
 @pytest.mark.usefixtures("threads_as_ranks")

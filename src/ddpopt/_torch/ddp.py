@@ -1066,5 +1066,12 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the ranks of a group found each other."""
-    return names.GROUP_STORE.get()(group)
+    """The store through which the ranks of a group found each other; None if torch knows of none.
+
+    So it is with a group that somebody else made, as torchft's is.
+    """
+    find = names.GROUP_STORE.get()
+    try:
+        return find(group)
+    except (KeyError, ValueError):  # it is not in torch's table of groups
+        return None

@@ -23,7 +23,7 @@ from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.planning.randomness import same_randomness, states_on_devices
-from ddpopt.ranks.store import monitored_block
+from ddpopt.ranks.store import monitored_block, why_no_meeting
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
@@ -65,6 +65,8 @@ class DryRun:
         self.model, self.ddp = model, state.ddp_of(model)
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         check_number("silence_s", silence_s, POSITIVE, OptionError)
+        if why := why_no_meeting(self.ddp.process_group):
+            raise OptionError(f"{name} cannot be called on this DDP module: {why}")
         # A block under `with run.stage("copying"):` ends when all ranks are at its end. If one
         # rank raises in it, all raise.
         self.stage = functools.partial(

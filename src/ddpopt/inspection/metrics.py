@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
@@ -69,7 +68,7 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         found["ddpopt.forward.ms"] = step.forward_s * 1e3
         found["ddpopt.backward.ms"] = (step.backward_s + step.exposed_s) * 1e3
         if source is None:
-            found |= _communication_of(step, dist.get_world_size(ddp.process_group))
+            found |= _communication_of(step, ddp.process_group.size())
     return found if source is None else found | source()
 
 

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
@@ -80,7 +79,7 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
         RuntimeError: another `record` block is open.
     """
     ddp = state.ddp_of(model)
-    recording = Recording(rank=dist.get_rank(ddp.process_group))
+    recording = Recording(rank=ddp.process_group.rank())
     clock = Clock(device_of(ddp))
     clock.finish()  # so that the device has caught up with the CPU
     # The same moment by both clocks, since events of the profiler have Unix time.

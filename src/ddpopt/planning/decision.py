@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
@@ -72,7 +71,7 @@ def decide(
     unexplained_s = slowest_backward_s - predict(profile, sizes, cost).backward_s
     profile = dataclasses.replace(profile, after_s=max(0.0, unexplained_s))
 
-    plan = plan_buckets(profile, cost, dist.get_world_size(ddp.process_group))
+    plan = plan_buckets(profile, cost, ddp.process_group.size())
     present, best = predict(profile, sizes, cost), plan.timeline()
     gain = 1 - best.iteration_s / present.iteration_s
     error = abs(unexplained_s) / present.iteration_s

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
@@ -42,7 +41,7 @@ def watch(ddp: DistributedDataParallel) -> None:
         return
     _hints.set(ddp, "")
     group = ddp.process_group
-    is_rank_0 = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
+    is_rank_0 = group.rank() == 0 and group.size() > 1
     if is_rank_0 and not state.is_copy(ddp):
         subscribe(ddp, _Watch())
 

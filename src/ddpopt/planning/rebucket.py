@@ -19,6 +19,7 @@ from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning import static_graph
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, require_equal
+from ddpopt.ranks.store import why_no_meeting
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_BUCKETS, find_mode
 from ddpopt.steps.forwards import (
@@ -183,6 +184,23 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
     mode = find_mode(ddp, KEEPING_BUCKETS)
     if mode is not None:
         return f"this DDP module's buckets cannot be changed: {mode.value}"
+    if why := why_no_meeting(ddp.process_group):
+        return f"{why}, to change buckets on all of them; give the plan's ddp_kwargs() instead"
+    if problem := _find_odd_setting(ddp):
+        return problem
+    if kept := _find_kept_by_hooks(ddp):
+        return f"its comm hook {kept}; give DistributedDataParallel the plan's ddp_kwargs() instead"
+    own = list(_torch.reducer_parameters(ddp).values())
+    if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
+        return (
+            "its parameters are of several dtypes or devices, or sparse, for which DDP forms "
+            "buckets apart; give DistributedDataParallel the plan's ddp_kwargs() instead"
+        )
+    return ""
+
+
+def _find_odd_setting(ddp: DistributedDataParallel) -> str:
+    """Say which of DDP's settings a new Reducer would lose or change; "" if there is none."""
     if unknown := _torch.find_unknown_setting(ddp):
         return (
             f"{unknown} is an option of DistributedDataParallel that this ddpopt does not know, "
@@ -193,14 +211,6 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
         return (
             f"its {changed} was changed after it was made, which DDP's Reducer has not noticed; "
             "make DistributedDataParallel with the value that it is to have"
-        )
-    if kept := _find_kept_by_hooks(ddp):
-        return f"its comm hook {kept}; give DistributedDataParallel the plan's ddp_kwargs() instead"
-    own = list(_torch.reducer_parameters(ddp).values())
-    if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
-        return (
-            "its parameters are of several dtypes or devices, or sparse, for which DDP forms "
-            "buckets apart; give DistributedDataParallel the plan's ddp_kwargs() instead"
         )
     return ""
 
@@ -351,6 +361,8 @@ def _begin_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
 
 
 class _Permission(Subscriber):
+    may_raise = True
+
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         _begin_forward(ddp)
 

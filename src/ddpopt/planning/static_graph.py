@@ -32,6 +32,7 @@ from ddpopt.steps.forwards import (
     unsubscribe,
     will_communicate,
 )
+from ddpopt.steps.observing import observing
 
 # By parameter index, of this rank; None until it is known. It stays when compiled code goes, since
 # a graph that changes is an error in DDP.
@@ -66,13 +67,14 @@ class _Counter(Subscriber):
         # When DDP last took each gradient for ready, as the present forward began. Asked now, so
         # that no step finds that the name has moved.
         self._ready_ns = _torch.ready_ns(ddp)
-        self._ends = _torch.BackwardEnds(self._end_backward)
+        self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         # Autograd's nodes live only as long as somebody holds them.
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
         self._hooks: list[Any] = []
         for index, node in self._nodes.items():
-            self._hooks.append(node.register_prehook(functools.partial(self._arrive, index)))
+            arrive = observing(functools.partial(self._arrive, index))
+            self._hooks.append(node.register_prehook(arrive))
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if will_communicate(ddp):

@@ -31,7 +31,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
@@ -152,6 +151,8 @@ class _Tuner(Subscriber):
     leads to a meeting of ranks, which ends a stage in `_conclude`.
     """
 
+    may_raise = True  # ranks that no longer agree on buckets must not train on
+
     def __init__(self, ddp: DistributedDataParallel, source: str) -> None:
         # "auto", or the path of a plan.
         self.source = source
@@ -185,7 +186,7 @@ class _Tuner(Subscriber):
             obstacle = str(error)
         if obstacle:
             self._keep_buckets(ddp, obstacle)
-        elif self._stage is _SEARCH and dist.get_world_size(group) < 2:
+        elif self._stage is _SEARCH and group.size() < 2:
             self._stage = None
             self._report(ddp, f"{STAY}: one rank communicates nothing")
 
@@ -386,7 +387,7 @@ class _Tuner(Subscriber):
     def _report(self, ddp: DistributedDataParallel, news: str) -> None:
         """Note what all ranks know, and log it on rank 0."""
         self._note(news)
-        if dist.get_rank(ddp.process_group) == 0:
+        if ddp.process_group.rank() == 0:
             _logs.info("%s", news)
 
     def _note(self, news: str) -> None:

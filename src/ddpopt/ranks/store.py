@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +41,9 @@ _NOT_NOW = "not now\n"  # what the answer begins with if ranks may ask again
 
 T = TypeVar("T")
 
-_num_made: collections.Counter[str] = collections.Counter()
+# How often each name was asked for, by process group: not by the group's name, which the next group
+# of a process that lives on has again, with ranks that begin to count.
+_num_made: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -53,9 +56,19 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 def next_key(group: dist.ProcessGroup, name: str) -> str:
     """A new key, which is equal on ranks that asked equally often for `name`."""
-    own = f"{group.group_name}/{name}"
-    _num_made[own] += 1
-    return f"ddpopt/{name}/{_num_made[own]}"
+    num_made = _num_made.setdefault(group, collections.Counter())
+    num_made[name] += 1
+    return f"ddpopt/{name}/{num_made[name]}"
+
+
+def why_no_meeting(group: dist.ProcessGroup) -> str:
+    """Say why the ranks of a group cannot meet; "" if they can."""
+    if _torch.store_of(group) is not None:
+        return ""
+    return (
+        f"its process group, a {type(group).__name__}, is not one that torch.distributed made, so "
+        "it has no store through which ranks could meet"
+    )
 
 
 class GroupStore:
@@ -70,7 +83,7 @@ class GroupStore:
     """
 
     def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = group.rank(), group.size()
         self.title, self.limit_s = title, limit_s
         self.problem = ""
         self._key = key

@@ -16,10 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
+from ddpopt.steps.observing import report
 
 
 class Subscriber:
     """Is told of forwards. It holds the DDP module weakly, if at all."""
+
+    # Whether its errors are for the user. Others only observe: an error of theirs is reported, they
+    # are told of no more forwards of the module, and the forward goes on.
+    may_raise = False
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         """Run before a forward."""
@@ -136,17 +141,32 @@ def will_communicate(ddp: DistributedDataParallel) -> bool:
 
 def _before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
     for subscriber in _subscribers_to_all:
-        subscriber.before_forward(ddp, forward)
+        _tell(subscriber, subscriber.before_forward, ddp, forward)
     for _, subscriber in _subscriptions_of(ddp):
-        subscriber.before_forward(ddp, forward)
+        _tell(subscriber, subscriber.before_forward, ddp, forward)
 
 
 def _after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
     # Including those that subscribed during this forward: a tuner does so when code is compiled.
     for _, subscriber in _subscriptions_of(ddp):
-        subscriber.after_forward(ddp, forward)
+        _tell(subscriber, subscriber.after_forward, ddp, forward)
     for subscriber in _subscribers_to_all:
-        subscriber.after_forward(ddp, forward)
+        _tell(subscriber, subscriber.after_forward, ddp, forward)
+
+
+def _tell(
+    subscriber: Subscriber,
+    call: Callable[[DistributedDataParallel, Forward], None],
+    ddp: DistributedDataParallel,
+    forward: Forward,
+) -> None:
+    try:
+        call(ddp, forward)
+    except Exception as error:
+        if subscriber.may_raise:
+            raise
+        unsubscribe(ddp, type(subscriber))
+        report(error)
 
 
 def _subscriptions_of(ddp: DistributedDataParallel) -> tuple[_Subscription, ...]:

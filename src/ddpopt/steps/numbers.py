@@ -14,7 +14,6 @@ meet nowhere: no backward of the later one ends while the earlier one waits befo
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import weakref
@@ -28,11 +27,13 @@ from ddpopt import _torch
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.steps.forwards import Subscriber, unsubscribe, will_communicate
+from ddpopt.steps.observing import observing
 
 _numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 _numbers = weakref.WeakKeyDictionary()
-# How many modules have a number, by the name of their process group.
-_num_modules: collections.Counter[str] = collections.Counter()
+# How many modules have a number, by their process group: not by its name, which the next group of a
+# process that lives on has again, with ranks that begin to count.
+_num_modules: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def number_of(ddp: DistributedDataParallel) -> int:
@@ -64,7 +65,7 @@ class _Numbering(Subscriber):
                     return  # as a critic in its generator's step: its first backward comes later
                 self._nodes = [_torch.accumulate_node(tensor) for tensor in trained]
         unsubscribe(ddp, _Numbering)
-        number = functools.partial(self._number, weakref.ref(ddp))
+        number = observing(functools.partial(self._number, weakref.ref(ddp)))
         self._hooks = [node.register_prehook(number) for node in self._nodes]
 
     def _number(
@@ -75,6 +76,6 @@ class _Numbering(Subscriber):
         self._hooks, self._nodes = [], []
         ddp = ddp_ref()
         if ddp is not None and ddp not in _numbers:
-            group = ddp.process_group.group_name
-            _num_modules[group] += 1
+            group = ddp.process_group
+            _num_modules[group] = _num_modules.get(group, 0) + 1
             _numbers[ddp] = _num_modules[group]

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from ddpopt import _torch
+from ddpopt.steps.observing import observing
 
 _DEPTH = 4  # of views that may lie between an output and the node of its compiled graph
 _WATCHED = "ddpopt: watched"  # in the node's own dictionary, which ends with the step
@@ -75,12 +76,22 @@ def report_runs(compiled: Callable[..., Any], label: Label) -> Callable[..., Any
         listener = find_listener()
         if listener is None:
             return compiled(*args)
-        with listener(label, "forward"):
+        leave = _enter(lambda: listener(label, "forward"))
+        try:
             outputs = compiled(*args)
+        finally:
+            leave()
         _watch_backward(outputs, lambda: listener(label, "backward"))
         return outputs
 
     return run
+
+
+def _enter(make_context: Callable[[], Context]) -> Callable[[], None]:
+    """Enter a context, and return what leaves it; neither raises an error of the context's."""
+    stack = contextlib.ExitStack()
+    observing(lambda: stack.enter_context(make_context()))()
+    return observing(stack.close)
 
 
 def _watch_backward(outputs: Any, make_context: Callable[[], Context]) -> None:
@@ -92,9 +103,14 @@ def _watch_backward(outputs: Any, make_context: Callable[[], Context]) -> None:
     if node is None:
         return
     node.metadata[_WATCHED] = True
-    stack = contextlib.ExitStack()
-    node.register_prehook(lambda _: stack.enter_context(make_context()))
-    node.register_hook(lambda *_: stack.close())
+    entered: list[Callable[[], None]] = []
+
+    def leave(*_: object) -> None:
+        while entered:
+            entered.pop()()
+
+    node.register_prehook(lambda _: entered.append(_enter(make_context)))
+    node.register_hook(leave)
 
 
 def _find_node(outputs: Any) -> Any:

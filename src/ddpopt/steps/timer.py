@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.steps.clock import Clock
+from ddpopt.steps.observing import observing
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class StepTimer:
         self._clock = clock
         self._on_ready, self._on_launched, self._on_end = on_ready, on_launched, on_end
         self._is_in_forward = self._is_over = False
-        self._ends = _torch.BackwardEnds(self._end_backward)
+        self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
         self._looks_for_unused = not _torch.follows_arrival_order(ddp)
@@ -71,10 +72,12 @@ class StepTimer:
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
         self._hooks: dict[int, list[Any]] = {}
         for index, node in self._nodes.items():
-            self._hooks[index] = [node.register_prehook(functools.partial(self._arrive, index))]
+            self._hooks[index] = [
+                node.register_prehook(observing(functools.partial(self._arrive, index)))
+            ]
             if on_launched is not None:
                 launch = functools.partial(self._launch, index)
-                self._hooks[index].append(node.register_hook(launch))
+                self._hooks[index].append(node.register_hook(observing(launch)))
 
     @property
     def step(self) -> Step | None:
