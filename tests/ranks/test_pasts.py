@@ -1,4 +1,4 @@
-"""Ranks whose processes have different pasts meet: what is counted belongs to the group's object."""
+"""Ranks with different pasts meet: what is counted belongs to the process group, not its name."""
 
 from __future__ import annotations
 

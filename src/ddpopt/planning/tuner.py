@@ -179,9 +179,10 @@ class _Tuner(Subscriber):
         group = ddp.process_group
         try:
             _torch.check_names_for_tuning(ddp)
-            timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
-            self._longest_meeting_s = min(_LONGEST_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
             obstacle = _find_lasting_obstacle(ddp, source)
+            if not obstacle:
+                timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
+                self._longest_meeting_s = min(_LONGEST_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
         except TorchDriftError as error:
             obstacle = str(error)
         if obstacle:
