@@ -40,9 +40,9 @@ EXIT_S = 10.0
 # just while its interpreter ends.
 _STAGGER_S, _MOST_STAGGERED = 0.5, 8
 THREAD_IS_OVER = (
-    "the thread that communicates in the background is over: the process ends, or the algorithm was "
-    "detached; train, average and detach before the main thread ends, or in a function that atexit "
-    "was given after ddpopt.algorithms was imported"
+    "the thread that communicates in the background is over: the process ends, or the algorithm "
+    "was detached; train, average and detach before the main thread ends, or in a function that "
+    "atexit was given after ddpopt.algorithms was imported"
 )
 # Between two looks at a collective, and for gloo's threads: they let go of a collective's tensors
 # some microseconds after it is over, and need the interpreter for that.
@@ -60,16 +60,14 @@ class _Left(NamedTuple):
 # Threads that have not ended, with what tells each to end. An entry belongs to its thread: neither
 # outlives it, nor is held by it longer than it runs.
 _threads: dict[threading.Thread, Callable[[], object]] = {}
-# They outlive the handle that they are of, until they are over, and the next one is left or the next
-# thread is started: most are left once in a process, when a rank has failed.
+# They outlive the handle that they are of, until they are over, and the next one is left or the
+# next thread is started: most are left once in a process, when a rank has failed.
 _left: list[_Left] = []
 # Whose these are, by its id: a process that is forked from it has none of them.
-_process = os.getpid()
+_process = [os.getpid()]
 
 
-def start_thread(
-    name: str, run: Callable[[], None], end: Callable[[], object]
-) -> threading.Thread:
+def start_thread(name: str, run: Callable[[], None], end: Callable[[], object]) -> threading.Thread:
     """Start a thread that communicates.
 
     `end` makes `run` return after what it is at, and is called at exit, when no more can be begun.
@@ -99,9 +97,8 @@ def leave_in_flight(work: Any, values: torch.Tensor, group: dist.ProcessGroup) -
 
 
 def _forget_what_is_over() -> None:
-    global _process
-    if os.getpid() != _process:
-        _process = os.getpid()
+    if _process != [os.getpid()]:
+        _process[:] = [os.getpid()]
         _threads.clear()
         _left.clear()
     _left[:] = _in_flight()
@@ -110,7 +107,7 @@ def _forget_what_is_over() -> None:
 @atexit.register
 def _end_all() -> None:
     """End all threads and wait for what they left; see [Note: the end of a process]."""
-    if os.getpid() != _process or not (_threads or _left):
+    if _process != [os.getpid()] or not (_threads or _left):
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
     limit_s = EXIT_S + _STAGGER_S * (rank % _MOST_STAGGERED)
