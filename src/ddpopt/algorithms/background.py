@@ -63,7 +63,7 @@ _threads: dict[threading.Thread, Callable[[], object]] = {}
 # They outlive the handle that they are of, until they are over, and the next one is left or the
 # next thread is started: most are left once in a process, when a rank has failed.
 _left: list[_Left] = []
-# Whose these are, by its id: a process that is forked from it has none of them.
+# The process whose these are, by its id: a process that is forked from it has none of them.
 _process = [os.getpid()]
 
 

@@ -141,6 +141,8 @@ class Groups:
         name = [f"ddpopt-{uuid.uuid4().hex}"]  # that was never used before
         dist.broadcast_object_list(name, group=parent, group_src=0, device=device)
         self._name = name[0]
+        # torch holds these groups until `end`, or until DDP's is destroyed: they outlive a handle
+        # that was dropped without `detach`.
         self._made: list[Communicator] = []
         self._ranks = ranks = dist.get_process_group_ranks(parent)
         first = ddp.rank - ddp.rank % ranks_per_node
@@ -295,6 +297,7 @@ class Worker:
                     task(stream)
                     del task  # it may refer to the owner
 
+        # The thread outlives the worker by the tasks that were queued, and holds these only.
         self._device, self._tasks = device, tasks
         end = functools.partial(tasks.put, None)
         self._thread = start_thread("ddpopt-worker", run, end)
