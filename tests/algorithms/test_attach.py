@@ -232,13 +232,14 @@ def _attach_with_settings(rank: int) -> dict[str, str]:
         "set": {"decay", "embedding", "norm", "bias"},
         "differs": [_share, _refuse][rank],
     }
-    errors = {}
-    for name, value in settings.items():
-        ddp = DistributedDataParallel(MLP(1))
-        groups = [{"params": list(ddp.parameters()), "mine": value}]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        errors[name] = error_of(lambda: attach(ddp, optimizer, FLAT).detach())
-    return errors
+    return {name: _attach_with_setting(value) for name, value in settings.items()}
+
+
+def _attach_with_setting(value: Any) -> str:
+    ddp = DistributedDataParallel(MLP(1))
+    groups = [{"params": list(ddp.parameters()), "mine": value}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    return error_of(lambda: attach(ddp, optimizer, FLAT).detach())
 
 
 def test_settings_are_compared_by_what_they_are(ranks: Ranks) -> None:
