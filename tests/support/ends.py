@@ -55,6 +55,7 @@ def _train_and_end(rank: int, store: str, name: str, ending: str) -> None:
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
+    dist.barrier()  # else a rank may have gone before the other one's last step
     if ending == "step":
         return
     if rank == 1 and name != NO_ALGORITHM:

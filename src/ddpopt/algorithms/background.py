@@ -60,8 +60,8 @@ class _Left(NamedTuple):
 # Threads that have not ended, with what tells each to end. An entry belongs to its thread: neither
 # outlives it, nor is held by it longer than it runs.
 _threads: dict[threading.Thread, Callable[[], object]] = {}
-# They outlive the handle that they are of, until they are over, and the next one is left or the
-# next thread is started: most are left once in a process, when a rank has failed.
+# Collectives that were left. They outlive the handle that they are of, until they are over, and
+# the next one is left or the next thread is started: most are left when a rank has failed, once.
 _left: list[_Left] = []
 # The process whose these are, by its id: a process that is forked from it has none of them.
 _process = [os.getpid()]
@@ -85,7 +85,7 @@ def start_thread(name: str, run: Callable[[], None], end: Callable[[], object]) 
     try:
         thread.start()
     except BaseException:
-        del _threads[thread]
+        _threads.pop(thread, None)
         raise
     return thread
 
