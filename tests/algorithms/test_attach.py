@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
@@ -27,7 +28,6 @@ from ddpopt.algorithms import (
     LowPrecisionDecentralized,
     attach,
 )
-from ddpopt.algorithms.attach import _text_of
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError
 from ddpopt.inspection.metrics import source_of
@@ -212,9 +212,42 @@ def test_ranks_of_several_nodes_are_no_node(four_ranks: Ranks) -> None:
         assert place == f"({rank // 2}, 2)"
 
 
-def test_a_setting_that_is_a_tensor_is_compared_without_its_device() -> None:
-    """Each rank has it on its own, as Adam's learning rate where steps are captured."""
-    assert _text_of(torch.tensor(0.5)) == "0.5 of torch.float32"
+class _Config:
+    """It has no text of its own, so that `str` shows its address."""
+
+    scale = 0.5
+
+    def adjust(self) -> None:
+        pass
+
+
+def _attach_with_settings(rank: int) -> dict[str, str]:
+    """Equal settings without an equal `str`; at last one that differs."""
+    settings: dict[str, Any] = {
+        "function": _attach_on_nodes_of,
+        "lambda": lambda lr: lr,
+        "object": _Config(),
+        "method": _Config().adjust,
+        "partial": functools.partial(_share, 1),
+        "set": {"decay", "embedding", "norm", "bias"},
+        "differs": [_share, _refuse][rank],
+    }
+    return {name: _attach_with_setting(value) for name, value in settings.items()}
+
+
+def _attach_with_setting(value: Any) -> str:
+    ddp = DistributedDataParallel(MLP(1))
+    groups = [{"params": list(ddp.parameters()), "mine": value}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    return error_of(lambda: attach(ddp, optimizer, FLAT).detach())
+
+
+def test_settings_are_compared_by_what_they_are(ranks: Ranks) -> None:
+    """Not by a text, which has addresses and the order of hashes, and refused equal ranks."""
+    for errors in ranks.run(_attach_with_settings):
+        differs = errors.pop("differs")
+        assert set(errors.values()) == {"nothing"}
+        assert "group 0, mine is tests.algorithms.test_attach._refuse instead of" in differs
 
 
 # ---- a parameter in two DDP modules --------------------------------------------------------------

@@ -463,6 +463,12 @@ MODULES = PrivateName("Module", "_modules", Need.REPLICAS)
 BUFFERS = PrivateName("Module", "_buffers", Need.REPLICAS)
 PARAMETERS = PrivateName("Module", "_parameters", Need.REPLICAS)
 
+# No public name walks nested containers, in 2.11 to 2.15; torch.func and torch.export use it.
+_PYTREE = "torch.utils._pytree"
+FLATTEN = PrivateName(_PYTREE, "tree_flatten_with_path", Need.ALGORITHMS)
+UNFLATTEN = PrivateName(_PYTREE, "tree_unflatten", Need.ALGORITHMS)
+PATH_TEXT = PrivateName(_PYTREE, "keystr", Need.ALGORITHMS)
+
 ARTIFACT_LOGGER = PrivateName("torch._logging", "getArtifactLogger", Need.LOGS)
 TRACE_STRUCTURED = PrivateName("torch._logging", "trace_structured", Need.TRACE)
 

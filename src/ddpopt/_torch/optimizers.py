@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,21 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     if not (names.STEP_HOOKS.is_in(plain) and names.IS_HOOKED.is_in(type(plain).step)):
         return True  # this torch does it some other way, and the first steps will show
     return names.STEP_HOOKS.is_in(optimizer) and names.IS_HOOKED.is_in(type(optimizer).step)
+
+
+def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves of nested containers by their path, such as `['a'][0]`, and their structure.
+
+    What is no container that torch knows is a leaf. `unflatten` makes containers like these of the
+    structure. (To send it, send containers: torch 2.13 warns where a structure is unpickled.)
+    """
+    leaves, structure = names.FLATTEN.get()(tree)
+    text_of = names.PATH_TEXT.get()
+    return {text_of(path): leaf for path, leaf in leaves}, structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    return names.UNFLATTEN.get()(leaves, structure)
 
 
 _version = operator.attrgetter(names.TENSOR_VERSION.name)  # one call a tensor, in each backward

@@ -10,7 +10,6 @@ Source: asynchronous model average as in Bagua (Gan et al., arXiv 2107.01499).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import threading
@@ -26,9 +25,10 @@ import torch.distributed as dist
 from ddpopt import _torch
 from ddpopt._values import POSITIVE, check_number
 from ddpopt.algorithms.algorithm import Algorithm, Training, check_count
+from ddpopt.algorithms.background import THREAD_IS_OVER, leave_in_flight, start_thread
 from ddpopt.algorithms.comm import Communicator, own_stream
 from ddpopt.algorithms.handle import Bucket, GradientFuture, Handle
-from ddpopt.errors import OptionError, PeerError
+from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.ranks.agree import Fact, communicating
 
 # Between two looks at whether a collective has ended.
@@ -92,7 +92,7 @@ class AveragingLoop:
 
     In each round ranks first agree whether to stop, which they do when all of them want to.
     Otherwise they average weights as `AsyncModelAverage` says. The thread ends by `stop` or
-    `close`, with the process, when a round fails, or when `owner` is collected: it refers to
+    `close`, before the process, when a round fails, or when `owner` is collected: it refers to
     `owner` only while it copies or changes the weights.
     """
 
@@ -111,9 +111,8 @@ class AveragingLoop:
         self._error: Exception | None = None
         # This rank wants all to stop together; this thread has to end by itself.
         self._wants_stop, self._is_over = threading.Event(), threading.Event()
-        # Not at exit, where this hung; `_close_all` ends threads then.
+        # Not at exit, where this hung; see [Note: the end of a process] for what is done then.
         weakref.finalize(owner, self.end).atexit = False
-        _loops.add(self)
 
     def check(self) -> None:
         """Raise the error that ended the thread, or a `stop` that timed out."""
@@ -125,8 +124,7 @@ class AveragingLoop:
         """Begin unless running, and return the thread; raise what ended it."""
         self.check()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ddpopt-async", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("ddpopt-async", self._run, self._end_at_exit)
         return self._thread
 
     def stop(self) -> None:
@@ -152,6 +150,11 @@ class AveragingLoop:
         self._is_over.set()
         self._wants_stop.set()  # wakes the thread between two rounds
         self.weights_lock.close()
+
+    def _end_at_exit(self) -> None:
+        """As `end`; if it is used after all, its rounds would not be those of other ranks."""
+        self._error = self._error or AttachError(THREAD_IS_OVER)
+        self.end()
 
     def close(self) -> None:
         """As `end`, and wait until the thread has ended."""
@@ -196,7 +199,7 @@ class AveragingLoop:
         """Reduce `values` over all ranks, in place; stop if the thread was told to end.
 
         It looks again and again whether that has ended: a thread that waits inside torch cannot be
-        told to end, and aborts the interpreter when the process exits.
+        told to end.
         """
         if self._is_over.is_set():
             raise _OverError
@@ -204,6 +207,7 @@ class AveragingLoop:
         poll_s = _SHORTEST_POLL_S
         while not work.is_completed():
             if self._is_over.wait(poll_s):
+                leave_in_flight(work, values, communicator.group)
                 raise _OverError
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
         work.wait()  # raises its error; on an accelerator the stream waits
@@ -220,15 +224,6 @@ class AveragingLoop:
             yield owner
         finally:
             self.weights_lock.release()
-
-
-_loops: weakref.WeakSet[AveragingLoop] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for loop in list(_loops):
-        loop.close()
 
 
 class AsyncModelAverageHandle(Handle):

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt.algorithms.algorithm import Algorithm, HandleT, Training
+from ddpopt.algorithms.optimizer_state import send_states
+from ddpopt.algorithms.value_text import text_of
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agree import Fact, communicating, require_equal
 from ddpopt.ranks.store import name_ranks
@@ -56,8 +58,10 @@ def attach(
         return _facts_of(training, algorithm)
 
     require_equal(ddp, check_and_describe, AttachError, remedy)
-    with communicating("making weights and optimizers equal on all ranks"):
-        _start_equal(training)
+    # First what may be refused, so that then nothing has changed.
+    send_states(training)
+    with communicating("making weights equal on all ranks"):
+        _send_weights(training)
     # `set_up` runs __init__, once it has made what that needs of all ranks.
     handle = algorithm.handle_type.__new__(algorithm.handle_type)
     handle.set_up(training, algorithm, remedy)
@@ -190,7 +194,7 @@ def _facts_of(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
     # The environment may say how many ranks a node has, and say it differently.
     ranks_per_node = algorithm.ranks_per_node(training.group.size())
     facts = [
-        Fact("the algorithm", repr(algorithm)),
+        Fact("the algorithm", text_of(algorithm)),
         Fact("ranks on each node", str(ranks_per_node)),
     ]
     index_of: dict[torch.Tensor, int] = {}
@@ -205,39 +209,14 @@ def _facts_of(training: Training, algorithm: Algorithm[Any]) -> list[Fact]:
             members = [index_of.get(tensor) for tensor in group["params"]]
             facts.append(Fact(f"{where}, parameters", str(members)))
             settings = sorted(group.keys() - {"params"})
-            facts += [Fact(f"{where}, {name}", _text_of(group[name])) for name in settings]
-        for name, tensor in _state_tensors(optimizer).items():
-            kind = f"{tensor.dtype} {list(tensor.shape)}"
-            facts.append(Fact(f"optimizer {number}, {name}", kind))
+            facts += [Fact(f"{where}, {name}", text_of(group[name])) for name in settings]
     return facts
 
 
-def _text_of(setting: Any) -> str:
-    """A parameter group's setting; of a tensor its values, without this rank's device."""
-    if isinstance(setting, torch.Tensor):
-        return f"{setting.tolist()} of {setting.dtype}"
-    return str(setting)
-
-
 @torch.no_grad()
-def _start_equal(training: Training) -> None:
-    """Overwrite weights and optimizer states with rank 0's. Collective."""
-    tensors = list(training.parameters)
-    for optimizer in training.optimizers:
-        tensors += _state_tensors(optimizer).values()
-    for tensor in tensors:
-        # Adam counts steps on the CPU, but NCCL sends GPU tensors only.
+def _send_weights(training: Training) -> None:
+    """Overwrite weights with rank 0's. Collective."""
+    for tensor in training.parameters:
         sent = tensor.detach().to(training.device).contiguous()
         dist.broadcast(sent, group=training.group, group_src=0)
         tensor.copy_(sent)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state, by a name that is equal on all ranks, in one order."""
-    tensors = {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
-        for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, torch.Tensor):
-                tensors[f"state {name} of parameter {index}"] = value
-    return tensors

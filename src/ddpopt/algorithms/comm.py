@@ -11,8 +11,8 @@ Nodes have equal numbers of ranks, and a node's ranks are consecutive, as with t
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ddpopt import _torch
+from ddpopt.algorithms.background import THREAD_IS_OVER, start_thread
+from ddpopt.errors import AttachError
 
 Work = Any  # torch.distributed.Work
 # torch < 2.13: only the old name exists
@@ -139,6 +141,8 @@ class Groups:
         name = [f"ddpopt-{uuid.uuid4().hex}"]  # that was never used before
         dist.broadcast_object_list(name, group=parent, group_src=0, device=device)
         self._name = name[0]
+        # torch holds these groups until `end`, or until DDP's is destroyed: they outlive a handle
+        # that was dropped without `detach`.
         self._made: list[Communicator] = []
         self._ranks = ranks = dist.get_process_group_ranks(parent)
         first = ddp.rank - ddp.rank % ranks_per_node
@@ -280,7 +284,8 @@ class Worker:
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
     submitted; who waits for a result has its own stream wait too. `close` ends the thread after the
-    queued tasks, and so does the end of `owner`, to which tasks may refer.
+    queued tasks, and so does the end of `owner`, to which tasks may refer, and that of the process,
+    which waits for them, see [Note: the end of a process]. After that `submit` raises AttachError.
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:
@@ -292,13 +297,17 @@ class Worker:
                     task(stream)
                     del task  # it may refer to the owner
 
+        # The thread outlives the worker by the tasks that were queued, and holds these only.
         self._device, self._tasks = device, tasks
-        self._thread = threading.Thread(target=run, name="ddpopt-worker", daemon=True)
-        self._thread.start()
-        self.close = weakref.finalize(owner, tasks.put, None)
+        end = functools.partial(tasks.put, None)
+        self._thread = start_thread("ddpopt-worker", run, end)
+        self.close = weakref.finalize(owner, end)
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
         """The future result of a task; its exception is raised by `wait`."""
+        if not self._thread.is_alive():
+            # Nobody would run it, and who waits for it would wait forever.
+            raise AttachError(THREAD_IS_OVER)
         queued: torch.Event | None = None
         devices: list[int | str | torch.device] = []
         if self._device.type != "cpu":

@@ -14,6 +14,7 @@ import torch
 from ddpopt import _torch
 from ddpopt._values import check_choice
 from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, Training
+from ddpopt.algorithms.background import leave_in_flight
 from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
 from ddpopt.algorithms.handle import BackgroundHandle, Handle
@@ -145,7 +146,11 @@ class LowPrecisionDecentralizedHandle(Handle):
             messages = [] if self.replicas is None else _encode_changes(flat, self.replicas)
             flags, work = self._collect_flags(messages)
             # The messages of this leader, the left and the right one, in the order of `Replicas`.
-            received = self._swap(torch.cat(messages)) if messages else []
+            try:
+                received = self._swap(torch.cat(messages)) if messages else []
+            except BaseException:
+                leave_in_flight(work, flags, self.groups.everyone.group)
+                raise
             work.wait()
         self._raise_problem(flags.tolist())
         if self.replicas is not None:

@@ -163,6 +163,8 @@ class UpdateWatch:
 
 # All handles share one pair of the process's hooks. Neither the set nor the hooks keep a handle
 # alive. Hooks are not removed when a handle is collected: torch may be walking over them just then.
+# So they may outlive all handles, until the next one that is detached, and do nothing meanwhile. A
+# watch is of a handle, which several process groups may have one of: no rank compares what is here.
 _watches: weakref.WeakSet[UpdateWatch] = weakref.WeakSet()
 _hooks_of_all: list[Any] = []
 

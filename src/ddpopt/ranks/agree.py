@@ -36,7 +36,7 @@ def communicating(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except PeerError:
+    except DDPOptError:
         raise  # it says what to do
     except torch.OutOfMemoryError:
         raise  # a failure of this rank alone

@@ -1,0 +1,118 @@
+"""How a process ends while an algorithm communicates: with its own exit code, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpopt.algorithms import background
+from ddpopt.algorithms.background import leave_in_flight, start_thread
+from ddpopt.algorithms.comm import Worker
+from ddpopt.errors import AttachError
+from tests.support.algorithms import ALGORITHMS
+from tests.support.documents import ROOT
+from tests.support.ends import ENDINGS
+from tests.support.ranks import Ranks
+
+
+@functools.cache
+def _exit_codes(num_runs: int, names: str, endings: str) -> dict[tuple[str, str], dict[str, int]]:
+    command = [sys.executable, "-m", "tests.support.ends", str(num_runs), names, endings]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return {(name, ending): codes for name, ending, codes in map(json.loads, lines.splitlines())}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_script_that_raises_in_a_step_has_its_exit_code(name: str) -> None:
+    """Rank 0 ends first, and rank 1's average does not fail: rank 0 has done its part."""
+    codes = _exit_codes(1, ",".join(ALGORITHMS), "exception")
+    assert codes[name, "exception"] == {"1": 2}
+
+
+def test_a_script_that_destroys_the_groups_in_a_step_has_its_exit_code() -> None:
+    assert _exit_codes(1, "Decentralized", "destroyed")["Decentralized", "destroyed"] == {"0": 2}
+
+
+def test_a_process_does_not_wait_for_one_that_hangs() -> None:
+    """Nor does its interpreter, as it ends, for the collective in flight."""
+    assert _exit_codes(1, "Decentralized", "alone") == {("Decentralized", "alone"): {"1": 2}}
+
+
+# With AsyncModelAverage a rank whose peer has gone raises in its next forward.
+MANY = [
+    *[("Decentralized", e) for e in ("step", "forward", "exception", "backward", "destroyed")],
+    *[("AsyncModelAverage", ending) for ending in ("step", "exception")],
+    *[("ByteGrad", ending) for ending in ("exception", "backward")],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ending"), MANY)
+def test_no_script_of_many_aborts(name: str, ending: str) -> None:
+    """Without `background` up to 3 of 4 do."""
+    assert _exit_codes(25, name, ending)[name, ending] == {str(ENDINGS[ending]): 50}
+
+
+def _end_late(rank: int) -> tuple[bool, bool]:
+    """Leave a collective that rank 1 joins when rank 0 waits at its end."""
+    values = torch.ones(3)
+    if rank == 0:
+        work = dist.all_reduce(values, async_op=True)
+        leave_in_flight(work, values, dist.group.WORLD)
+        was_over = work.is_completed()
+        background._end_all()
+        is_over = work.is_completed()
+        background._forget_what_is_over()
+        return was_over, is_over and not background._left
+    time.sleep(0.2)
+    dist.all_reduce(values)
+    return False, bool(values.eq(2).all())
+
+
+def test_what_was_left_in_flight_is_waited_for_and_then_forgotten(ranks: Ranks) -> None:
+    assert ranks.run(_end_late) == [(False, True)] * 2
+
+
+def test_a_thread_is_told_to_end_and_waited_for() -> None:
+    is_told, order = threading.Event(), []
+
+    def run() -> None:
+        is_told.wait()
+        order.append("thread")
+
+    thread = start_thread("ddpopt-test", run, is_told.set)
+    background._end_all()
+    order.append("end")
+    assert order == ["thread", "end"]
+    assert not thread.is_alive()
+    assert thread not in background._threads
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for() -> None:
+    failing = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError)
+    with failing, pytest.raises(RuntimeError):
+        start_thread("ddpopt-test", lambda: None, lambda: None)
+    assert not any(thread.name == "ddpopt-test" for thread in background._threads)
+
+
+def test_after_the_end_nobody_waits_for_a_task_that_nobody_runs() -> None:
+    """Such as in a function of `atexit` that runs later."""
+    owner: Any = type("Owner", (), {})()
+    worker = Worker(owner, torch.device("cpu"))
+    first = worker.submit(lambda: 1)
+    with contextlib.suppress(AttachError):
+        background._end_all()
+    assert first.wait() == 1
+    with pytest.raises(AttachError, match="the process ends"):
+        worker.submit(lambda: 2)
