@@ -198,8 +198,14 @@ class _Verifying(Subscriber):
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         first_step.before_forward(ddp, forward)
+        known = state.find(ddp)
+        if known is not None:
+            known.begin_forward()
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        known = state.find(ddp)
+        if known is not None:
+            known.end_forward()
         first_step.after_forward(ddp, forward)
 
 

@@ -358,6 +358,20 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
 
 
+def follows_graph_break() -> bool:
+    """Whether the graph that is compiled now begins where another broke; True if nobody tells.
+
+    Code may have run in between that is not compiled. The graph before the break need not be there:
+    one without a call is not compiled.
+    """
+    with names.doing_without(names.Need.PREDICT):
+        tracing = names.TRACING_CONTEXT.get().try_get()
+        code = [] if tracing is None else names.TRACED_CODE.get(tracing)
+        # Dynamo continues behind a break in a function that it makes and names.
+        return not code or code[0].co_name.startswith(names.RESUMED_CODE.get())
+    return True
+
+
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 RUNNING_AVERAGES = ("running_mean", "running_var")
 # Batch norms that do not write to their running averages have names that end so.

@@ -58,6 +58,7 @@ class Need(enum.Enum):
     LAZY = "making the code of a graph only where it is needed"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
     HIDE = "keeping Dynamo out of ddpopt's own code"
+    PREDICT = "predicting the buckets of models of which parts are not compiled"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
     ERRORS = "telling Dynamo's own exceptions from errors"
@@ -249,6 +250,10 @@ SKIP_HOOK_GUARDS = PrivateName(_CONFIG, "skip_nnmodule_hook_guards", Need.REPLIC
 ERROR_ON_FX_TRACE = PrivateName(_CONFIG, "error_on_nested_fx_trace", Need.ESTIMATE)
 
 TRACING_CONTEXT = PrivateName(_GUARDS, "TracingContext", Need.SPLIT)
+TRACED_CODE = PrivateName("TracingContext", "traced_code", Need.PREDICT)
+RESUMED_CODE = PrivateName(
+    f"{_DYNAMO}.resume_execution", "TORCH_DYNAMO_RESUME_IN_PREFIX", Need.PREDICT
+)
 TRACING = PrivateName(_GUARDS, "tracing", Need.SPLIT)
 DETECT_FAKE_MODE = PrivateName(_GUARDS, "detect_fake_mode", Need.SPLIT)
 GUARD = PrivateName(_GUARDS, "Guard", Need.GUARD)
