@@ -148,8 +148,8 @@ def _check_is_on(options: Options) -> None:
     """Raise NotCutError if splitting is switched off, or TorchDriftError if it cannot work."""
     if options.drift:
         raise TorchDriftError(options.drift)
-    if _torch.optimize_ddp_mode() == "no_optimization":
-        raise NotCutError(Reason.DYNAMO_DISABLED)
+    # `optimize_ddp = False` turns off the in-tree optimizer, a workaround that stands in many
+    # programs. It is none of ours: Dynamo then gives us the same graphs as if it were True.
     if not options.enabled:
         raise NotCutError(Reason.DISABLED)
     if not torch.is_grad_enabled():
@@ -276,7 +276,13 @@ def _find_cause(module: torch.nn.Module) -> str:
         "part.compile() compiles nothing of modules of torch.nn, but torch.compile(part) does"
     )
     try:
-        if limit := _torch.find_reached_limit(module):
+        if mode := _torch.find_dispatch_mode():
+            why = (
+                f"{mode}, a TorchDispatchMode, is on, and Dynamo compiles nothing under one; leave "
+                "it before the forward (modes that count or log operators belong around steps "
+                "that run eagerly)"
+            )
+        elif limit := _torch.find_reached_limit(module):
             why = (
                 f"Dynamo has compiled {limit}, and leaves other models with it alone; raise that "
                 "limit, or call torch._dynamo.reset() before the next model"
@@ -287,6 +293,12 @@ def _find_cause(module: torch.nn.Module) -> str:
                 f"Dynamo skips frames of {type(module).__module__}, and the first frame under "
                 "DDP is one. Compile before wrapping, DDP(torch.compile(model, backend='ddpopt')), "
                 f"or wrap a module of your own that calls the {name}"
+            )
+        elif hooked := _torch.modules_with_backward_hooks(_torch.unwrap_compiled(module)):
+            why = (
+                "Dynamo breaks the graph at the call of a module with full backward hooks (here "
+                f"{shorten(hooked)}), and gives up a function that calls one in a loop; remove "
+                "these hooks, or have hooks on tensors in their place (Tensor.register_hook)"
             )
     except TorchDriftError as error:
         why = f"{why}; {error}"

@@ -136,6 +136,28 @@ def find_reached_limit(module: nn.Module) -> str | None:
     return None
 
 
+def find_dispatch_mode() -> str | None:
+    """The class of a TorchDispatchMode that is on, under which Dynamo compiles nothing."""
+    for mode in reversed(names.DISPATCH_MODES.get()()):
+        if not (names.LETS_COMPILE.is_in(mode) and names.LETS_COMPILE.get(mode)()):
+            return type(mode).__name__
+    return None
+
+
+def modules_with_backward_hooks(root: nn.Module) -> list[str]:
+    """The paths of modules below `root` with full backward hooks, or pre-hooks.
+
+    Dynamo cannot trace their calls, unless compiled autograd is on (torch 2.11 to 2.15). The call
+    of the root itself is none that it traces.
+    """
+    paths = []
+    for path, module in root.named_modules():
+        has_hooks = names.HAS_FULL_HOOKS.get(module) and names.BACKWARD_HOOKS.get(module)
+        if path and (has_hooks or names.BACKWARD_PRE_HOOKS.get(module)):
+            paths.append(path)
+    return paths
+
+
 # ---- When it is compiled anew ------------------------------------------------------------------
 
 
