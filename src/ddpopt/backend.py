@@ -25,7 +25,7 @@ from ddpopt.checks import first_step
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
-from ddpopt.planning import hint, rebucket, tuner
+from ddpopt.planning import early, hint, rebucket, tuner
 from ddpopt.split import compiler, recomputation, state
 from ddpopt.split.cut import frame_of
 from ddpopt.steps.forwards import (
@@ -88,15 +88,17 @@ def backend(
 
 
 def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
-    """Begin a search for buckets, or a hint, for a module that is about to run compiled code.
+    """Begin what watches or changes the buckets of a module that is about to run compiled code.
 
-    That is the module for which it is compiled, or one with which Dynamo shares it.
+    It is the module for which code is compiled, or one with which Dynamo shares it. There may be a
+    search or a hint, and a look at how early gradients leave.
 
     Raises:
         PlanError: the options name a plan that cannot be read, or does not fit the module.
         TorchDriftError: this release lacks a name that is needed.
     """
     rebucket.watch(ddp)
+    early.watch(ddp)
     if options.buckets == "ddp":
         hint.watch(ddp)
     else:

@@ -90,6 +90,11 @@ class GraphRunner:
         self._start = start
         self._log = log
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The parameters that the graph uses, by index; those too that another graph uses first."""
+        return tuple(self._compiled.argument_of)
+
     def __call__(self, *args: Any) -> Any:
         ddp = _torch.active_ddp()
         if ddp is None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._slots import forget_until_reset
-from ddpopt.errors import DDPMode
+from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
 from ddpopt.steps.forwards import are_reported
@@ -131,6 +131,25 @@ class DDPState:
         A graph that ran several times is there once, in its first place.
         """
         return tuple(self._cuts[graph] for graph in dict.fromkeys(self._last_runs))
+
+    @property
+    def runs(self) -> list[tuple[Cut, list[Parameter]]]:
+        """The graphs that have run in the forward that goes on, with the parameters they use.
+
+        In the order in which they ran, without those that have no backward.
+        """
+        parameter_of = {p.index: p for p in _torch.reducer_parameters(self._module()).values()}
+        runs: list[tuple[Cut, list[Parameter]]] = []
+        for run in self._runs or ():
+            cut = self._cuts.get(run.graph)
+            if cut is None or cut.fallback is Reason.NO_GRAD:
+                continue
+            used = list(self._parameters_of(run))
+            runner = self._runners[run.graph]()
+            if run.parameters is None and runner is not None:
+                used = [parameter_of[i] for i in runner.used if i in parameter_of]
+            runs.append((cut, used))
+        return runs
 
     @property
     def has_begun_forward(self) -> bool:
