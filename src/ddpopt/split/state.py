@@ -130,7 +130,8 @@ class DDPState:
 
         A graph that ran several times is there once, in its first place.
         """
-        return tuple(self._cuts[graph] for graph in dict.fromkeys(self._last_runs))
+        graphs = dict.fromkeys(self._last_runs)
+        return tuple(self._cuts[graph] for graph in graphs if graph in self._cuts)
 
     @property
     def runs(self) -> list[tuple[Cut, list[Parameter]]]:
