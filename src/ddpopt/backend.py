@@ -199,10 +199,10 @@ class _Verifying(Subscriber):
     may_raise = True
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        first_step.before_forward(ddp, forward)
         known = state.find(ddp)
         if known is not None:
             known.begin_forward()
+        first_step.before_forward(ddp, forward)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         known = state.find(ddp)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
@@ -155,7 +154,7 @@ def watch(ddp: DistributedDataParallel) -> None:
     if _are_told.get(ddp) or find_subscriber(ddp, _Watch) is not None:
         return
     group = ddp.process_group
-    is_rank_0 = dist.get_rank(group) == 0 and dist.get_world_size(group) > 1
+    is_rank_0 = group.rank() == 0 and group.size() > 1
     if is_rank_0 and not state.is_copy(ddp):
         subscribe(ddp, _Watch())
 
