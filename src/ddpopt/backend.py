@@ -25,7 +25,7 @@ from ddpopt.checks import first_step
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
-from ddpopt.planning import hint, rebucket, tuner
+from ddpopt.planning import early, hint, rebucket, tuner
 from ddpopt.split import compiler, recomputation, state
 from ddpopt.split.cut import frame_of
 from ddpopt.steps.forwards import (
@@ -88,15 +88,17 @@ def backend(
 
 
 def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
-    """Begin a search for buckets, or a hint, for a module that is about to run compiled code.
+    """Begin what watches or changes the buckets of a module that is about to run compiled code.
 
-    That is the module for which it is compiled, or one with which Dynamo shares it.
+    It is the module for which code is compiled, or one with which Dynamo shares it. There may be a
+    search or a hint, and a look at how early gradients leave.
 
     Raises:
         PlanError: the options name a plan that cannot be read, or does not fit the module.
         TorchDriftError: this release lacks a name that is needed.
     """
     rebucket.watch(ddp)
+    early.watch(ddp)
     if options.buckets == "ddp":
         hint.watch(ddp)
     else:
@@ -148,8 +150,8 @@ def _check_is_on(options: Options) -> None:
     """Raise NotCutError if splitting is switched off, or TorchDriftError if it cannot work."""
     if options.drift:
         raise TorchDriftError(options.drift)
-    if _torch.optimize_ddp_mode() == "no_optimization":
-        raise NotCutError(Reason.DYNAMO_DISABLED)
+    # `optimize_ddp = False` turns off the in-tree optimizer, a workaround that stands in many
+    # programs. It is none of ours: Dynamo then gives us the same graphs as if it were True.
     if not options.enabled:
         raise NotCutError(Reason.DISABLED)
     if not torch.is_grad_enabled():
@@ -197,9 +199,15 @@ class _Verifying(Subscriber):
     may_raise = True
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        known = state.find(ddp)
+        if known is not None:
+            known.begin_forward()
         first_step.before_forward(ddp, forward)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        known = state.find(ddp)
+        if known is not None:
+            known.end_forward()
         first_step.after_forward(ddp, forward)
 
 
@@ -270,7 +278,13 @@ def _find_cause(module: torch.nn.Module) -> str:
         "part.compile() compiles nothing of modules of torch.nn, but torch.compile(part) does"
     )
     try:
-        if limit := _torch.find_reached_limit(module):
+        if mode := _torch.find_dispatch_mode():
+            why = (
+                f"{mode}, a TorchDispatchMode, is on, and Dynamo compiles nothing under one; leave "
+                "it before the forward (modes that count or log operators belong around steps "
+                "that run eagerly)"
+            )
+        elif limit := _torch.find_reached_limit(module):
             why = (
                 f"Dynamo has compiled {limit}, and leaves other models with it alone; raise that "
                 "limit, or call torch._dynamo.reset() before the next model"
@@ -281,6 +295,12 @@ def _find_cause(module: torch.nn.Module) -> str:
                 f"Dynamo skips frames of {type(module).__module__}, and the first frame under "
                 "DDP is one. Compile before wrapping, DDP(torch.compile(model, backend='ddpopt')), "
                 f"or wrap a module of your own that calls the {name}"
+            )
+        elif hooked := _torch.modules_with_backward_hooks(_torch.unwrap_compiled(module)):
+            why = (
+                "Dynamo breaks the graph at the call of a module with full backward hooks (here "
+                f"{shorten(hooked)}), and gives up a function that calls one in a loop; remove "
+                "these hooks, or have hooks on tensors in their place (Tensor.register_hook)"
             )
     except TorchDriftError as error:
         why = f"{why}; {error}"

@@ -2,8 +2,8 @@
 
 The most specific setting wins: `torch.compile(..., options={"enabled": ...})`, then an
 assignment or `patch` of this module, then the environment, then the default. See `options.py`
-for the per-compile ones. `torch._dynamo.config.optimize_ddp = False` switches splitting off
-regardless of what is set here.
+for the per-compile ones. `torch._dynamo.config.optimize_ddp = False`, which turns off PyTorch's own
+`DDPOptimizer`, makes no difference.
 """
 
 from __future__ import annotations

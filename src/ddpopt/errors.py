@@ -127,7 +127,6 @@ class Reason(enum.Enum):
     DISABLED = (
         "splitting is switched off (ddpopt.config.enabled, DDPOPT_ENABLED or the option 'enabled')"
     )
-    DYNAMO_DISABLED = "splitting is switched off by torch._dynamo.config.optimize_ddp = False"
     NO_PARAMETERS = (
         "the graph uses no parameter that DDP reduces (it has none, or all are frozen, ignored or "
         "delayed)"

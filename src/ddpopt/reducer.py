@@ -18,7 +18,8 @@ Source: `compute_bucket_assignment_by_size` and `Reducer::rebuild_buckets` of to
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+import enum
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,6 +158,40 @@ def find_misplaced(
             if planned_number != actual_number:
                 return Misplaced(parameter, planned_number, actual_number)
     return None
+
+
+class Order(enum.Enum):
+    """How the order of gradients in actual buckets differs from that in planned ones."""
+
+    EQUAL = enum.auto()  # only the ends of buckets differ
+    OTHERS_MOVED = enum.auto()  # without certain parameters it is equal
+    DIFFERENT = enum.auto()
+
+
+def compare_order(
+    planned: Sequence[Bucket], actual: Sequence[Sequence[int]], others: Collection[int]
+) -> Order:
+    """Compare the order of gradients; `others` are the parameters, by index, that may have moved.
+
+    Buckets hold parameters of one group, and those of several groups close in an order of their
+    own: the order within each group counts.
+    """
+    group_of = {p.index: p.group for bucket in planned for p in bucket.parameters}
+    planned_order = [parameter.index for bucket in planned for parameter in bucket.parameters]
+    actual_order = [index for bucket in actual for index in bucket if index in group_of]
+
+    def by_group(order: Sequence[int]) -> dict[str, list[int]]:
+        indices: dict[str, list[int]] = {}
+        for index in order:
+            indices.setdefault(group_of[index], []).append(index)
+        return indices
+
+    if by_group(planned_order) == by_group(actual_order):
+        return Order.EQUAL
+    planned_order = [index for index in planned_order if index not in others]
+    actual_order = [index for index in actual_order if index not in others]
+    is_equal = by_group(planned_order) == by_group(actual_order)
+    return Order.OTHERS_MOVED if is_equal else Order.DIFFERENT
 
 
 def _fill(

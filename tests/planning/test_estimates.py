@@ -174,11 +174,22 @@ def test_an_unused_parameter_is_ready_at_the_end_and_a_frozen_one_never() -> Non
     model = MLP(depth=3)
     model.unused = nn.Parameter(torch.ones(3))
     model.layers[1].bias.requires_grad_(False)
-    profile = estimate(model, torch.randn(2, 64), device=DEVICE)
+    profile = estimate(model, torch.randn(2, 64), device=DEVICE, loss=torch.sum)
     assert _names(profile)[-1] == "unused"
     assert profile.gradients[-1].ready_s == profile.backward_s
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert sorted(_names(profile)) == sorted(trained)
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_what_only_an_unknown_loss_uses_is_ready_first(is_returned: bool) -> None:
+    """As the weight of a policy's or a language model's output layer; DDP refuses unused ones."""
+    model = MLP(depth=3)
+    model.head = nn.Linear(64, 64, bias=False)
+    if is_returned:
+        model.register_forward_hook(lambda module, args, output: (output, module.head.weight))
+    profile = estimate(model, torch.randn(2, 64), device=DEVICE)
+    assert _names(profile)[0] == "head.weight"
 
 
 def test_a_parameter_used_by_two_layers_is_ready_after_its_last_gradient() -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddpopt
+from ddpopt.planning import rebucket
 from tests.support.buckets import real_buckets
 from tests.support.models import assert_equal_states, batches, state_of, twins
 from tests.support.plans import plan_of
@@ -351,3 +352,15 @@ def test_so_it_is_where_buckets_are_those_of_a_file(
     path = tmp_path / "plan.json"
     plan_of(Net(), (1, 3, 2)).save(path)
     assert ranks.run(_act_around_a_plan, str(path), options) == [[1, 3, 2]] * 2
+
+
+def test_buckets_that_are_taken_back_keep_the_order_of_their_members(one_rank: None) -> None:
+    """It is the order in the tensor that ranks add up, and may not depend on what one compiled."""
+    ddp = DistributedDataParallel(Net())
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    for _ in range(3):
+        compiled(torch.randn(2, WIDTH)).sum().backward()
+    ddp.zero_grad()
+    buckets = [[1, 5, 3, 0, 4, 2]]
+    rebucket.take_back(ddp, buckets, [2**20])
+    assert real_buckets(ddp) == buckets

@@ -764,7 +764,8 @@ def _search_twice(rank: int) -> list[tuple[str, int]]:
         if tuner is not None:
             assert tuner.is_done
             if rebucket.plan_of(ddp) is not None:
-                ddps_buckets = [list(range(12))[::-1]]
+                # In the order in which DDP has them: of each layer, the weight and the bias.
+                ddps_buckets = [[i for k in range(10, -2, -2) for i in (k, k + 1)]]
                 rebucket.take_back(ddp, ddps_buckets, [2**20])
                 train(ddp, inputs[:2], compiled)
             tuning.search_again(ddp)

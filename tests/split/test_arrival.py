@@ -1,9 +1,27 @@
-"""In which order gradients arrive, as `split/arrival.py` assumes it."""
+"""In which order gradients arrive, as `split/arrival.py` assumes it, and as they do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpopt
 from ddpopt.reducer import Parameter
-from ddpopt.split.arrival import order_arrival
+from ddpopt.split import state
+from ddpopt.split.arrival import Others, order_arrival
+from ddpopt.split.cut import Cut, GraphText
+from tests.support.buckets import real_buckets
+from tests.support.cuts import only_cut
+from tests.support.logs import logged
+from tests.support.models import assert_equal_states, state_of, twins
+
+SIZE = 32
+CAP = {"bucket_cap_mb": 0.004}  # each layer's own bucket
 
 
 def _parameters(count: int) -> list[Parameter]:
@@ -27,7 +45,234 @@ def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
     assert [p.index for p in arrival] == [7, 6, 4, 5, 2, 1, 0, 3]
 
 
-def test_parameters_of_no_known_graph_arrive_last_where_no_graph_can_follow() -> None:
-    """They are unused then, and the Reducer of a static graph puts those last."""
-    arrival = order_arrival(_parameters(4), {1: 0, 2: -5}, ends_forward=True)
-    assert [p.index for p in arrival] == [2, 1, 0, 3]
+def test_where_all_have_gradients_parameters_of_no_graph_arrive_first() -> None:
+    """The loss takes them, behind the only graph; with a static graph they are unused, and last."""
+    place = {1: 0, 2: -5}
+    rule = Others.around(begins=True, ends=True, may_be_unused=False)
+    assert [p.index for p in order_arrival(_parameters(4), place, others=rule)] == [3, 0, 2, 1]
+    rule = Others.around(begins=True, ends=True, may_be_unused=True)
+    assert [p.index for p in order_arrival(_parameters(4), place, others=rule)] == [2, 1, 0, 3]
+
+
+def test_behind_a_graph_break_parameters_of_no_graph_arrive_as_they_are_registered() -> None:
+    """Layers that are not compiled may have run in between; the root's own belong to none."""
+    p = _parameters(8)
+    rule = Others.around(begins=False, ends=True, may_be_unused=False)
+    arrival = order_arrival(p, {5: 0, 6: -5}, earlier=(p[3], p[2]), others=rule, of_root=[0])
+    assert [p.index for p in arrival] == [7, 0, 6, 5, 4, 3, 2, 1]
+
+
+# ---- What runs before a graph, and what uses a parameter outside --------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+class Policy(nn.Module):
+    """Returns the weight of its output layer; the loss takes it, and a deviation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_std = nn.Parameter(torch.zeros(SIZE))
+        self.head = nn.Linear(SIZE, SIZE, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, _: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x, self.head.weight
+
+
+class PartlyEager(Policy):
+    """The same behind a layer that is not compiled; layers are registered as they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        head = self.head
+        del self.head
+        self.layers.insert(0, Layer())
+        self.head = head
+
+    def forward(self, x: torch.Tensor, _: Any) -> Any:
+        x = torch._dynamo.disable(self.layers[0])(x)
+        for layer in list(self.layers)[1:]:
+            x = layer(x)
+        return x, self.head.weight
+
+
+def _policy_loss(model: Any, output: Any) -> torch.Tensor:
+    hidden, weight = output
+    return ((hidden @ weight.t() + model.log_std.exp()) ** 2).mean()
+
+
+class Body(nn.Module):
+    """Six layers; in some steps there is a break behind the second, as where a value is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, breaks: Any) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x).relu()
+        if breaks:
+            torch._dynamo.graph_break()
+        for layer in self.layers[2:]:
+            x = layer(x).relu()
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.head = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor, breaks: Any) -> torch.Tensor:
+        return self.head(self.body(x, breaks))
+
+
+class Blocks(nn.Module):
+    """Blocks that share one graph, since the loop around them breaks, and a head behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Layer()) for _ in range(4))
+        self.head = Net()
+
+    def forward(self, x: torch.Tensor, _: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block[0](x)
+            torch._dynamo.graph_break()
+        return self.head(x, False)
+
+
+def _mean_square(_: Any, output: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def _train(ddp: Any, steps: Any, loss_of: Any = _mean_square, split: str = "") -> Any:
+    """Train, compiled if `split` is given; each step is what the forward takes beside its input.
+
+    A step is followed by a forward without gradients, of a batch of another size, if it is None.
+    """
+    options = {"inner": "aot_eager", "split": split}
+    model = torch.compile(ddp, backend="ddpopt", options=options) if split else ddp
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for number, step in enumerate(steps):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        loss_of(ddp.module, model(torch.randn(8, SIZE), bool(step))).backward()
+        optimizer.step()
+        if step is None:
+            with torch.no_grad():
+                model(torch.randn(5, SIZE), bool(number % 2))
+    return state_of(ddp)
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("kind", [Policy, PartlyEager])
+def test_buckets_of_parameters_that_only_the_loss_uses_are_as_planned(
+    one_rank: None, kind: Callable[[], Any], split: str
+) -> None:
+    """Their gradients are the first; those of a layer that runs eagerly before come last."""
+    eager, ddp = twins(kind(), **CAP)
+    with logged("warning") as warnings:
+        trained = _train(ddp, [False] * 4, _policy_loss, split)
+    assert_equal_states(trained, _train(eager, [False] * 4, _policy_loss))
+    cut = only_cut(ddp)
+    planned = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
+    assert planned == [set(bucket) for bucket in real_buckets(ddp)]
+    assert {p.name for p in cut.buckets[0].parameters} == {"log_std", "head.weight"}
+    assert len(cut.sections) == 4
+    assert not warnings
+
+
+def test_buckets_that_differ_for_parameters_of_no_graph_have_a_warning_that_names_them(
+    one_rank: None,
+) -> None:
+    """It says nothing of a first step that ran eagerly."""
+
+    class RegisteredFirst(PartlyEager):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = self._modules.pop("layers")  # behind the head
+
+    ddp = DistributedDataParallel(RegisteredFirst(), **CAP)
+    with logged("warning") as warnings:
+        _train(ddp, [False] * 4, _policy_loss, "backward")
+    (warning,) = warnings
+    assert "No compiled graph uses" in warning
+    assert "first step" not in warning
+
+
+def test_parameters_of_blocks_that_share_a_graph_have_run_before_what_follows(
+    one_rank: None,
+) -> None:
+    """The graph has those of one block; the others' are known from its calls in this forward."""
+    eager, ddp = twins(Blocks(), **CAP)
+    assert_equal_states(_train(ddp, [False] * 4, split="backward"), _train(eager, [False] * 4))
+    cuts = ddpopt.explain(ddp).cuts
+    assert len(cuts) > 2
+    assert all(cut.is_shared and cut.arrival for cut in cuts[:-1])
+    last = cuts[-1]
+    planned = [{p.index for p in bucket.parameters} for bucket in last.buckets]
+    assert planned == [set(bucket) for bucket in real_buckets(ddp)]
+
+
+def _cuts_of_last_step(ddp: DistributedDataParallel) -> list[Any]:
+    """What is known of the graphs that ran, in their order."""
+    cuts = state.get(ddp).last_cuts
+    return [(len(cut.sections), cut.fallback, {p.name for p in cut.arrival}) for cut in cuts]
+
+
+@pytest.mark.parametrize("split", ["backward", "forward"])
+@pytest.mark.parametrize("before", [[False], [False, None], [True, False], [False, True, None]])
+def test_graphs_are_cut_alike_whatever_was_compiled_before(
+    one_rank: None, before: list[bool | None], split: str
+) -> None:
+    """A graph that was compiled first, and no longer runs, does not count as one that runs before.
+
+    Before, there are steps without the break, and forwards without gradients.
+    """
+    found = []
+    for steps in ([True] * 3, [*before, True, True]):
+        torch._dynamo.reset()
+        eager, ddp = twins(Net(), **CAP)
+        assert_equal_states(_train(ddp, steps, split=split), _train(eager, steps))
+        found.append(_cuts_of_last_step(ddp))
+    assert found[0] == found[1]
+    assert [num_sections for num_sections, _, _ in found[0]] == [2, 4, 0]
+
+
+def test_another_model_of_the_class_changes_nothing_of_what_ran_before(one_rank: None) -> None:
+    """Models of one class share code objects, and each has its own forwards."""
+    first, second = (DistributedDataParallel(Net(), **CAP) for _ in range(2))
+    _train(first, [False] * 2, split="backward")
+    _train(second, [True] * 3, split="backward")
+    _train(first, [True] * 2, split="backward")
+    assert _cuts_of_last_step(first) == _cuts_of_last_step(second)
+    assert [num_sections for num_sections, _, _ in _cuts_of_last_step(first)] == [2, 4, 0]
+
+
+def test_a_graph_of_a_recomputation_stands_where_its_code_ran_in_the_forward(
+    one_rank: None,
+) -> None:
+    """It is compiled in backward, when all graphs of the forward have run."""
+    known = state.get(DistributedDataParallel(Net(), **CAP))
+    p = _parameters(3)
+    for index, graph in enumerate(("4/0", "5/0", "6/0")):
+        cut = Cut(graph=graph, inner="eager", num_nodes=1, arrival=(p[index],))
+        known.keep(cut, GraphText())
+    known.begin_forward()
+    for graph in ("4/0", "5/0", "6/0"):
+        known.note_run(graph)
+    known.end_forward()
+    later, earlier = known.arrival_around("5/1")
+    assert (later, earlier) == ((p[2], p[1]), (p[0],))

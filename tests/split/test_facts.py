@@ -34,6 +34,24 @@ def _facts_of(module: nn.Module, *inputs: torch.Tensor, **compile_options: Any) 
     return read_forward(copied, owners)
 
 
+@pytest.mark.parametrize("communicates", [False, True])
+def test_what_a_graph_before_uses_first_is_distinguished_on_all_ranks_or_on_none(
+    communicates: bool,
+) -> None:
+    """What ran before may differ between ranks; the order of collectives and gradients may not."""
+    graph = fx.Graph()
+    first, second, x = (graph.placeholder(name) for name in ("first", "second", "x"))
+    target = torch.ops._c10d_functional.all_reduce.default if communicates else torch.relu
+    y = graph.call_function(torch.matmul, (x, first))
+    y = graph.call_function(target, (y,))
+    graph.output((graph.call_function(torch.matmul, (y, second)),))
+    for node in graph.nodes:
+        node.meta["example_value"] = torch.ones(4, 4, requires_grad=True)
+    gm = fx.GraphModule(nn.Module(), graph)
+    facts = read_forward(gm, {first: (0,), second: (1,)}, elsewhere={1})
+    assert facts.first_use == ({0: 0, 1: 2} if communicates else {0: 0})
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
     torch._dynamo.reset()

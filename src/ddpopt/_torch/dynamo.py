@@ -136,6 +136,28 @@ def find_reached_limit(module: nn.Module) -> str | None:
     return None
 
 
+def find_dispatch_mode() -> str | None:
+    """The class of a TorchDispatchMode that is on, under which Dynamo compiles nothing."""
+    for mode in reversed(names.DISPATCH_MODES.get()()):
+        if not (names.LETS_COMPILE.is_in(mode) and names.LETS_COMPILE.get(mode)()):
+            return type(mode).__name__
+    return None
+
+
+def modules_with_backward_hooks(root: nn.Module) -> list[str]:
+    """The paths of modules below `root` with full backward hooks, or pre-hooks.
+
+    Dynamo cannot trace their calls, unless compiled autograd is on (torch 2.11 to 2.15). The call
+    of the root itself is none that it traces.
+    """
+    paths = []
+    for path, module in root.named_modules():
+        has_hooks = names.HAS_FULL_HOOKS.get(module) and names.BACKWARD_HOOKS.get(module)
+        if path and (has_hooks or names.BACKWARD_PRE_HOOKS.get(module)):
+            paths.append(path)
+    return paths
+
+
 # ---- When it is compiled anew ------------------------------------------------------------------
 
 
@@ -356,6 +378,20 @@ def depth_below_frame(placeholder: fx.Node) -> int:
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
     """Whether another graph follows this one in its frame; True if Dynamo does not tell."""
     return bool(names.GRAPH_BREAK.find(names.STOP_REASON.find(gm), True))
+
+
+def follows_graph_break() -> bool:
+    """Whether the graph that is compiled now begins where another broke; True if nobody tells.
+
+    Code may have run in between that is not compiled. The graph before the break need not be there:
+    one without a call is not compiled.
+    """
+    with names.doing_without(names.Need.PREDICT):
+        tracing = names.TRACING_CONTEXT.get().try_get()
+        code = [] if tracing is None else names.TRACED_CODE.get(tracing)
+        # Dynamo continues behind a break in a function that it makes and names.
+        return not code or code[0].co_name.startswith(names.RESUMED_CODE.get())
+    return True
 
 
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)

@@ -58,6 +58,7 @@ class Need(enum.Enum):
     LAZY = "making the code of a graph only where it is needed"
     GUARD = "compiling anew, and forgetting code, where buckets differ"
     HIDE = "keeping Dynamo out of ddpopt's own code"
+    PREDICT = "predicting the buckets of models of which parts are not compiled"
     WATCH = "telling when a DDP forward begins and ends"
     CHECKPOINT = "telling which code a checkpoint's recomputation has to run"
     ERRORS = "telling Dynamo's own exceptions from errors"
@@ -245,10 +246,18 @@ ALLOWED_FALLBACKS = PrivateName(_GRAPHS, "exceptions_allowed_to_be_fallback", Ne
 OPTIMIZE_DDP = PrivateName(_CONFIG, "optimize_ddp", Need.SPLIT)
 RECOMPILE_LIMIT = PrivateName(_CONFIG, "recompile_limit", Need.REPLICAS)
 ACCUMULATED_LIMIT = PrivateName(_CONFIG, "accumulated_recompile_limit", Need.WATCH)
+DISPATCH_MODES = PrivateName(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", Need.WATCH
+)
+LETS_COMPILE = PrivateName("TorchDispatchMode", "ignore_compile_internals", Need.WATCH)
 SKIP_HOOK_GUARDS = PrivateName(_CONFIG, "skip_nnmodule_hook_guards", Need.REPLICAS)
 ERROR_ON_FX_TRACE = PrivateName(_CONFIG, "error_on_nested_fx_trace", Need.ESTIMATE)
 
 TRACING_CONTEXT = PrivateName(_GUARDS, "TracingContext", Need.SPLIT)
+TRACED_CODE = PrivateName("TracingContext", "traced_code", Need.PREDICT)
+RESUMED_CODE = PrivateName(
+    f"{_DYNAMO}.resume_execution", "TORCH_DYNAMO_RESUME_IN_PREFIX", Need.PREDICT
+)
 TRACING = PrivateName(_GUARDS, "tracing", Need.SPLIT)
 DETECT_FAKE_MODE = PrivateName(_GUARDS, "detect_fake_mode", Need.SPLIT)
 GUARD = PrivateName(_GUARDS, "Guard", Need.GUARD)
@@ -455,6 +464,9 @@ REINPLACE_PASS = PrivateName(
 
 # ---- Modules and logs --------------------------------------------------------------------------
 
+BACKWARD_HOOKS = PrivateName("Module", "_backward_hooks", Need.WATCH)
+BACKWARD_PRE_HOOKS = PrivateName("Module", "_backward_pre_hooks", Need.WATCH)
+HAS_FULL_HOOKS = PrivateName("Module", "_is_full_backward_hook", Need.WATCH)
 COMPILED_CALL = PrivateName("Module", "_compiled_call_impl", Need.REPLICAS)
 FORWARD_PRE_HOOKS = PrivateName("Module", "_forward_pre_hooks", Need.REPLICAS)
 FORWARD_HOOKS = PrivateName("Module", "_forward_hooks", Need.REPLICAS)

@@ -110,8 +110,11 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
         if all(index in parameters for bucket in reported for index in bucket):
             actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
 
-    # The newest of a frame's compiles that have gradients: not those of an evaluation.
-    newest_cuts = {cut.frame: cut for cut in cuts if cut.arrival}.values()
+    # Of all that was compiled those count that ran in the last step. Before the first has run, it
+    # is the newest of each function's compiles that have gradients.
+    newest_cuts = state.get(ddp).last_cuts
+    if not newest_cuts:
+        newest_cuts = tuple({cut.frame: cut for cut in cuts if cut.arrival}.values())
     reports: list[BucketReport] = []
     for index in range(max(len(planned), len(actual))):
         planned_here = planned[index] if index < len(planned) else ()

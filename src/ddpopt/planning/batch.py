@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -54,14 +54,8 @@ def find_loss(
     Raises:
         error: there is no such tensor, or `loss_fn` returns no such scalar.
     """
-    loss: Any
-    if loss_fn is not None:
-        loss = loss_fn(output)
-    elif isinstance(output, Mapping):
-        loss = output.get("loss")
-    else:
-        loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+    loss = _own_loss(output) if loss_fn is None else loss_fn(output)
+    if _is_loss(loss):
         return loss
     if loss_fn is not None:
         raise error(
@@ -76,6 +70,19 @@ def find_loss(
             "on a parameter; give a loss function, which makes a scalar of the output"
         )
     return functools.reduce(torch.add, losses)
+
+
+def has_loss(output: Any) -> bool:
+    """Whether an output has a `loss` of its own, which `find_loss` takes."""
+    return _is_loss(_own_loss(output))
+
+
+def _own_loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _is_loss(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
 
 
 def _describe(value: object) -> str:

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddpopt import _copies, _torch
 from ddpopt.errors import PlanError
-from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss
+from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, has_loss
 from ddpopt.planning.calibrate import measure_device
 from ddpopt.planning.costs import Device, Gradient, Profile
 from ddpopt.planning.randomness import same_randomness
@@ -53,9 +53,12 @@ def estimate(
     """The profile of one iteration as a device with these rates would run it.
 
     Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
-    ends where the loss is computed. An unused parameter is ready at the end of backward. The
-    current autocast and the model's current mode (train or eval) apply. The model, what it holds,
-    and the random number states of torch, Python and numpy are left unchanged.
+    ends where the loss is computed. A parameter that the loss does not depend on is ready at the
+    end of backward; but if the loss is only the sum of outputs, at its beginning: it is the
+    training's loss then that uses it, outside of the model, or else DDP would refuse it (unless
+    its graph is static). The current autocast and the model's current mode (train or eval) apply.
+    The model, what it holds, and the random number states of torch, Python and numpy are left
+    unchanged.
 
     Args:
         model: What DDP is to wrap, or wraps, or the DDP module; compiled or not. It needs no memory
@@ -71,7 +74,7 @@ def estimate(
         PlanError: the model has no parameter that requires grad, it cannot be traced, the loss is
             not a scalar that depends on a parameter, or a gradient is sparse.
     """
-    graph, trained = _trace(wrapped_module(model), example_inputs, loss)
+    graph, trained, is_stand_in = _trace(wrapped_module(model), example_inputs, loss)
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
     for name, node in zip(trained, made, strict=True):
@@ -93,8 +96,11 @@ def estimate(
     ends_s.append(ends_s[-1])
     places = {name: place for place, name in enumerate(costs, 1)}
     forward_s = ends_s[places.get(made_loss.name, 0)]
+    ddp = _torch.unwrap_compiled(model)
+    may_be_unused = isinstance(ddp, DistributedDataParallel) and ddp.static_graph
+    place_without_gradient = 0 if is_stand_in and not may_be_unused else len(costs) + 1
     ready = {
-        name: len(costs) + 1 if node is None else places.get(node.name, 0)
+        name: place_without_gradient if node is None else places.get(node.name, 0)
         for name, node in zip(trained, made, strict=True)
     }
     gradients = tuple(
@@ -142,11 +148,12 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 def _trace(
     model: nn.Module, example_inputs: Any, loss: LossFn | None
-) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+) -> tuple[fx.Graph, dict[str, torch.Tensor], bool]:
     """Trace forward and backward into one graph of aten operations.
 
     The graph returns the loss and the gradients of the parameters, None for an unused one. The
     parameters of a model on the meta device are returned as fake tensors on the device traced for.
+    Last comes whether the loss is the sum of outputs, for want of another.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -185,7 +192,8 @@ def _trace(
             "inputs must fit its forward, whose course must not depend on values (torch.where "
             "instead of if); or else measure its profile"
         ) from error
-    return graph, {name: inputs[0][f"model.{name}"] for name in trained}
+    trained_tensors = {name: inputs[0][f"model.{name}"] for name in trained}
+    return graph, trained_tensors, step.is_stand_in
 
 
 class _Step(nn.Module):
@@ -196,10 +204,13 @@ class _Step(nn.Module):
         self.model = model
         self.in_loss = nn.ModuleList(in_loss)
         self._loss = (loss,)  # in a tuple, or it would be registered once more if it is a module
+        self.is_stand_in = False  # known once it ran
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
         """The loss, and its gradients with respect to `wanted`."""
-        value = find_loss(call_model(self.model, batch), *self._loss)
+        output = call_model(self.model, batch)
+        self.is_stand_in = self._loss == (None,) and not has_loss(output)
+        value = find_loss(output, *self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
 

@@ -300,10 +300,10 @@ def take_back(
 ) -> None:
     """Give `ddp` back the buckets, by index, that it had before a plan, and their limits.
 
-    Within a bucket parameters are as their gradients arrive, as DDP has them: the next search takes
-    them to be.
+    The members of a bucket come in the order in which DDP had them, and equally on all ranks: it is
+    their order in the tensor that is reduced. Where DDP follows it, that is the order in which
+    gradients arrive; the next search takes it to be.
     """
-    buckets = [state.get(ddp).in_arrival_order(bucket) for bucket in buckets]
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
     _plans.set(ddp, None)

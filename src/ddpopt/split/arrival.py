@@ -8,6 +8,7 @@ those `DDPState` knows the ones that were compiled before).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -18,12 +19,41 @@ from ddpopt.reducer import Parameter
 from ddpopt.split.facts import BackwardFacts
 
 
+class Others(enum.Enum):
+    """When gradients arrive of parameters that no known graph uses."""
+
+    # A graph that is not known yet uses them, or else what comes behind the forward: the loss, as
+    # where it takes the weight of an output layer, or the logarithm of a policy's deviation.
+    FIRST = enum.auto()
+    # The same, or else a layer that is not compiled, between two graphs or in front of the first.
+    # Layers are registered in the order of their use, as a rule; a parameter that the root module
+    # has itself comes before those of all layers, and belongs to none.
+    AS_REGISTERED = enum.auto()
+    # Nothing does. Only with a static graph DDP allows that, and its Reducer puts them last.
+    LAST = enum.auto()
+
+    @classmethod
+    def around(cls, *, begins: bool, ends: bool, may_be_unused: bool) -> Others:
+        """The rule for a graph that begins or ends the forward, as far as that is known.
+
+        Where it does not end it, the parameters may belong to a graph behind it. Where it does,
+        each that DDP reduces has a gradient, or training ends with an error of DDP's in the second
+        step, unless `may_be_unused`.
+        """
+        if not ends:
+            return cls.FIRST
+        if may_be_unused:
+            return cls.LAST
+        return cls.FIRST if begins else cls.AS_REGISTERED
+
+
 def order_arrival(
     parameters: Sequence[Parameter],
     place: Mapping[int, float],
     later: Sequence[Parameter] = (),
     earlier: Sequence[Parameter] = (),
-    ends_forward: bool = False,
+    others: Others = Others.FIRST,
+    of_root: Collection[int] = (),
 ) -> tuple[Parameter, ...]:
     """All parameters of a Reducer in the order in which their gradients become final.
 
@@ -34,22 +64,27 @@ def order_arrival(
         later: parameters of graphs that run after this one in forward, in arrival order. They
             arrive before the graph's own.
         earlier: the same of graphs that run before this one. They arrive after the graph's own.
-        ends_forward: no other graph can follow this one in forward.
+        others: when the rest arrives.
+        of_root: parameters that the root module has itself, by index.
     """
     place_later = {parameter.index: position for position, parameter in enumerate(later)}
     place_earlier = {parameter.index: position for position, parameter in enumerate(earlier)}
+    last_own = max(place, default=-1)
+    first_earlier = min(place_earlier, default=-1)
 
     def key(parameter: Parameter) -> tuple[int, float, int]:
         index = parameter.index
         if index in place_earlier:
-            return (3, place_earlier[index], 0)
+            return (4, place_earlier[index], 0)
         if index in place:
             return (2, place[index], -index)
         if index in place_later:
             return (1, place_later[index], 0)
-        # No known graph uses it. It is assumed to belong to a graph not seen yet, if one can
-        # follow. Else it is unused, and the Reducer of a static graph puts it last.
-        return (4, index, 0) if ends_forward else (0, 0, -index)
+        if others is Others.LAST:
+            return (5, index, 0)
+        if others is Others.FIRST or index > last_own or index in of_root:
+            return (0, 0, -index)
+        return (5 if index < first_earlier else 3, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 
@@ -60,8 +95,11 @@ def final_positions(
     """The call of a backward graph after which each parameter's gradient is final, by index.
 
     `argument_of` gives each parameter's position among the forward's arguments. Parameters
-    `elsewhere` are used again by a graph whose backward runs later, so theirs are not final here.
+    `elsewhere` are used again by a graph whose backward runs later, so theirs are not final here; a
+    graph that may communicate does not distinguish them, as in `read_forward`.
     """
+    if any(facts.communicates):
+        elsewhere = ()
     return {
         index: max(facts.gradients[argument], default=-1)
         for index, argument in argument_of.items()

@@ -43,7 +43,13 @@ from ddpopt.reducer import (
     predict_buckets,
 )
 from ddpopt.split import state
-from ddpopt.split.arrival import final_positions, frame_module, has_twin, order_arrival
+from ddpopt.split.arrival import (
+    Others,
+    final_positions,
+    frame_module,
+    has_twin,
+    order_arrival,
+)
 from ddpopt.split.backward import (
     Flow,
     SectionGraph,
@@ -289,18 +295,26 @@ class GraphCompiler:
             for index in indices_of.get(node, ()):
                 self.argument_of[index] = argument
 
-        # The graphs before and after it under the same module, as far as they are known. Their
-        # parameters arrive after and before its own.
-        used = {index for indices in indices_of.values() for index in indices}
-        self._later, self._earlier = self._state.arrival_around(self._name, used)
+        # The parameters of graphs that run after and before it under the same module, as far as
+        # they are known. Those arrive before and after its own.
+        self._later, self._earlier = self._state.arrival_around(self._name)
         name_of = _torch.names_now(ddp)
         path_of = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
         module_path = frame_module(
             {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
         )
-        # No other graph can follow it in the module's forward.
-        is_whole_forward = _torch.is_whole_forward(module_path)
-        self._ends_forward = is_whole_forward and not _torch.ends_in_graph_break(gm)
+        # Whether anything can run before it, or another graph after it, in the module's forward.
+        is_of_root = _torch.is_whole_forward(module_path)
+        self._others = Others.around(
+            begins=not (self._state.has_begun_forward or _torch.follows_graph_break()),
+            ends=is_of_root and not _torch.ends_in_graph_break(gm),
+            may_be_unused=ddp.static_graph,
+        )
+        root = _torch.unwrap_compiled(ddp.module)
+        of_root = {
+            p.index for tensor in root.parameters(recurse=False) if (p := reduced.get(tensor))
+        }
+        self._of_root = sorted(of_root)
 
         self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
         self._empty_cut = dataclasses.replace(
@@ -374,7 +388,7 @@ class GraphCompiler:
             if index in place:
                 place[index] = math.inf
         arrival = order_arrival(
-            self._reduced, place, self._later, self._earlier, self._ends_forward
+            self._reduced, place, self._later, self._earlier, self._others, self._of_root
         )
         # Buckets come from three sources: those that the Reducer will be given soon (expected),
         # those that it has now (actual), and those that it will form by its rules (predicted). The
@@ -478,7 +492,7 @@ class GraphCompiler:
             "argument of each parameter": self.argument_of,
             "arguments that are parameters": sorted(self._parameters.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
-            "neighbours": (self._later, self._earlier, self._ends_forward),
+            "neighbours": (self._later, self._earlier, self._others, self._of_root),
             "how the Reducer forms buckets": self._state.rules,
             "buckets now": _as_tuples(self._state.buckets),
             # Cuts are finer while better buckets are searched for.

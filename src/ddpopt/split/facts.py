@@ -145,9 +145,13 @@ def read_forward(
     """The facts about a forward graph; `parameters` is what `parameters_of` returned.
 
     Parameters `elsewhere`, by index, are first used in a graph that runs before this one, so their
-    gradients are not final here.
+    gradients are not final here. A graph that may communicate does not distinguish them: which they
+    are may differ between ranks, see [Note: collectives].
     """
     calls = call_nodes(gm.graph)
+    communicates = [may_communicate(node) for node in calls]
+    if any(communicates):
+        elsewhere = ()
     position_of = {node: position for position, node in enumerate(calls)}
 
     def last_use_of(*values: fx.Node) -> int:
@@ -178,7 +182,7 @@ def read_forward(
         last_effect=[last_use_of(node, *written_by(node)) for node in calls],
         call_names=[node.name for node in calls],
         is_fixed=[not is_pure(node) for node in calls],
-        communicates=[may_communicate(node) for node in calls],
+        communicates=communicates,
     )
 
 

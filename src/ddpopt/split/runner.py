@@ -1,7 +1,7 @@
 """What Dynamo calls in place of a graph that was compiled under DDP, and what the first calls do.
 
 Once DDP's buckets are final and have been compared with those predicted, a call costs one look at
-which DDP module is active, and one at what is known of it.
+which DDP module is active, one at what is known of it, and a note that the graph ran.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
-from ddpopt.reducer import find_misplaced, predict_buckets
+from ddpopt.reducer import Order, compare_order, find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.cut import Cut, GraphText
 from ddpopt.split.gates import refuse_double_backward
@@ -79,16 +80,30 @@ class GraphRunner:
         self._ordered_call = _with_arrival_order(
             self._call, [argument_of[index] for index in arrival if index in argument_of]
         )
+        # Where each parameter comes in, in arrival order, if modules share the graph. Which they
+        # are is known in each call, see `DDPState.note_run`.
+        self._shared_parameters: list[int] | None = None
+        if compiled.cut.is_shared:
+            self._shared_parameters = [argument_of[i] for i in arrival if i in argument_of]
         self._cut_for = cut_for
         self._is_for_copy = is_for_copy
         self._start = start
         self._log = log
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The parameters that the graph uses, by index; those too that another graph uses first."""
+        return tuple(self._compiled.argument_of)
 
     def __call__(self, *args: Any) -> Any:
         ddp = _torch.active_ddp()
         if ddp is None:
             return self._call(*args)
         module_state = state.get(ddp)
+        parameters = None
+        if self._shared_parameters is not None:
+            parameters = tuple([args[argument] for argument in self._shared_parameters])
+        module_state.note_run(self._compiled.cut.graph, parameters)
         if self in module_state.compared:
             return self._call(*args)
         if not module_state.is_run_by(self._compiled.cut.graph, self):
@@ -178,17 +193,37 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
         if misplaced is not None and not cut.is_shared:
             _logs.warning(
                 "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
-                "than planned (bucket %d), so allreduces from there on may start late. Gradients "
-                "of the first step arrived in another order, since it ran eagerly or took other "
-                "branches: compile before the first step, and let it run the same graphs and "
-                "branches as later ones, on rank 0 above all",
+                "than planned (bucket %d), so allreduces from there on may start late. %s",
                 misplaced.parameter.name,
                 cut.graph,
                 misplaced.actual,
                 misplaced.planned,
+                _find_cause(module_state, cut),
             )
             break
     return True
+
+
+def _find_cause(module_state: state.DDPState, cut: Cut) -> str:
+    """Say why buckets are not as planned, as far as that is known, and what to do."""
+    compiled = {p.index for other in module_state.cuts for p in other.arrival}
+    others = [p for bucket in cut.buckets for p in bucket.parameters if p.index not in compiled]
+    actual = module_state.reported_buckets or ()
+    order = compare_order(cut.buckets, actual, {p.index for p in others})
+    if order is Order.OTHERS_MOVED:
+        names = shorten([parameter.name for parameter in others])
+        return (
+            f"No compiled graph uses {names}, whose gradients did not arrive when they were "
+            "expected: let the compiled forward use them, and not the loss, or layers that are "
+            "not compiled; unused ones can be frozen before DDP is made"
+        )
+    if order is Order.EQUAL:
+        return "The order of gradients is as planned; please report this, with ddpopt.explain(ddp)"
+    return (
+        "On rank 0, gradients of the first step arrived in another order. If that step ran "
+        "eagerly, or took other branches than this rank's: compile before the first step, and let "
+        "it run the same graphs and branches as later ones"
+    )
 
 
 def _with_arrival_order(call: Call, arguments: Sequence[int]) -> Call:

@@ -7,23 +7,33 @@ about a module is kept in `_slots.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._slots import forget_until_reset
-from ddpopt.errors import DDPMode
+from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
+from ddpopt.steps.forwards import are_reported
 
 Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
 # The buckets that a graph was cut for: by index, in any order of their members; None if they were
 # not known yet; or "any", where the graph was cut finely, or is compiled whole.
 CutFor = str | tuple[frozenset[int], ...] | None
 ANY_BUCKETS = "any buckets"
+
+
+class _Run(NamedTuple):
+    """A call of a compiled graph in a forward."""
+
+    graph: str
+    # The parameters that it was given, in the order in which their gradients arrive, where several
+    # modules share the code: the cut has those of one. Else None.
+    parameters: tuple[torch.Tensor, ...] | None
 
 
 class DDPState:
@@ -46,6 +56,11 @@ class DDPState:
         self.texts: dict[str, GraphText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
         self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
+        # The graphs that have run in the forward that goes on now; None between forwards, and where
+        # nobody tells of them. It holds tensors, and so ends with the forward.
+        self._runs: list[_Run] | None = [] if are_reported() else None
+        # The names of those that ran in the last forward with gradients, in that order.
+        self._last_runs: tuple[str, ...] = ()
         self._rules: ReducerRules | None = None
         # The Reducer's final buckets as it reported them, empty if it could not.
         self.reported_buckets: Buckets | None = None
@@ -91,59 +106,104 @@ class DDPState:
         """Whether this runner is the last one that was noted for a graph."""
         return graph in self._runners and self._runners[graph]() is runner
 
-    def arrival_around(
-        self, graph: str, parameters: Collection[int]
-    ) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    # ---- What runs in a forward ----------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Note that a forward begins; one that raised before has not ended."""
+        self._runs = []
+
+    def note_run(self, graph: str, parameters: tuple[torch.Tensor, ...] | None = None) -> None:
+        """Note that a graph runs in the forward that goes on, see `_Run`."""
+        if self._runs is not None:
+            self._runs.append(_Run(graph, parameters))
+
+    def end_forward(self) -> None:
+        """Keep what ran in the forward that ends, unless it had no gradients, as in evaluation."""
+        graphs = tuple(run.graph for run in self._runs or ())
+        self._runs = None
+        if any(self._arrival_of(graph) for graph in graphs):
+            self._last_runs = graphs
+
+    @property
+    def last_cuts(self) -> tuple[Cut, ...]:
+        """The cuts of the graphs that ran in the last forward with gradients, in that order.
+
+        A graph that ran several times is there once, in its first place.
+        """
+        graphs = dict.fromkeys(self._last_runs)
+        return tuple(self._cuts[graph] for graph in graphs if graph in self._cuts)
+
+    @property
+    def runs(self) -> list[tuple[Cut, list[Parameter]]]:
+        """The graphs that have run in the forward that goes on, with the parameters they use.
+
+        In the order in which they ran, without those that have no backward.
+        """
+        parameter_of = {p.index: p for p in _torch.reducer_parameters(self._module()).values()}
+        runs: list[tuple[Cut, list[Parameter]]] = []
+        for run in self._runs or ():
+            cut = self._cuts.get(run.graph)
+            if cut is None or cut.fallback is Reason.NO_GRAD:
+                continue
+            used = list(self._parameters_of(run))
+            runner = self._runners[run.graph]()
+            if run.parameters is None and runner is not None:
+                used = [parameter_of[i] for i in runner.used if i in parameter_of]
+            runs.append((cut, used))
+        return runs
+
+    @property
+    def has_begun_forward(self) -> bool:
+        """Whether a graph has run in the forward that goes on; True between forwards."""
+        return self._runs is None or bool(self._runs)
+
+    def arrival_around(self, graph: str) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
         """The parameters of graphs that run after, and of graphs that run before this one.
 
-        Each in the order in which gradients arrive: those of later graphs before this graph's own,
-        those of earlier graphs after.
+        For the graph that is being compiled. Each in the order in which gradients arrive: those of
+        later graphs before this graph's own, those of earlier graphs after.
 
-        Args:
-            graph: its name: its frame and the number of the frame's compile, as in `4/0`. Frames
-                are first compiled in forward order.
-            parameters: the graph's own, by index.
+        What runs before is known: Dynamo compiles a graph when the forward has reached it, so it is
+        what has run in this forward. What will run after is taken to be what did so in the last
+        one. Where that is wrong, as for another branch, buckets are predicted wrongly and cuts are
+        in other places than would be best; DDP's own buckets replace the prediction as soon as it
+        has formed them.
         """
-        # The cut of an evaluation has no parameters, and changes nothing of its frame in training.
-        arrival_of = {cut.frame: cut.arrival for cut in self.cuts if cut.arrival}
-        frames, frame = list(arrival_of), frame_of(graph)
-        if frame in arrival_of:
-            place = frames.index(frame)
+        later_graphs = self._last_runs
+        if self._runs is not None:
+            runs = self._runs
         else:
-            place = self._place_of_replaced(frame, arrival_of, parameters)
-        later: list[Parameter] = []
-        for other in reversed(frames[place:]):
-            if other != frame:
-                later += arrival_of[other]
+            # A checkpoint's recomputation, in backward: the forward has ended, in which another
+            # version of this code ran, and what ran before that ran before this one too. Versions
+            # have their code's number in their names, whatever the program. Where modules share the
+            # code, it may be the recomputation of any of them; the first is taken.
+            frames = [frame_of(other) for other in self._last_runs]
+            frame = frame_of(graph)
+            place = frames.index(frame) if frame in frames else 0
+            runs = [_Run(other, None) for other in self._last_runs[:place]]
+            later_graphs = self._last_runs[place:]
+
         earlier: list[Parameter] = []
-        for other in reversed(frames[:place]):
-            earlier += arrival_of[other]
+        for run in reversed(runs):
+            earlier += self._parameters_of(run)
+        later: list[Parameter] = []
+        for other in reversed(later_graphs):
+            later += self._arrival_of(other)
         return tuple(later), tuple(earlier)
 
-    def in_arrival_order(self, bucket: Sequence[int]) -> list[int]:
-        """The parameters of a bucket, by index, as their gradients arrive; others come last."""
-        arrival_of = {cut.frame: cut.arrival for cut in self.cuts if cut.arrival}
-        arrival: list[int] = []
-        for frame in reversed(arrival_of):
-            arrival += [p.index for p in arrival_of[frame] if p.index in bucket]
-        return list(dict.fromkeys([*arrival, *bucket]))
+    def _arrival_of(self, graph: str) -> tuple[Parameter, ...]:
+        """The parameters of a graph in arrival order; none of one that was compiled by `no_grad`.
 
-    def _place_of_replaced(
-        self,
-        frame: str,
-        arrival_of: Mapping[str, Sequence[Parameter]],
-        parameters: Collection[int],
-    ) -> int:
-        """The place, among the frames, of the first that this one replaces; else behind all.
-
-        A frame that was compiled before, without parameters, may get those of later frames: a graph
-        break had made these, and is gone.
+        None either of one whose code the module has from another one since a reset.
         """
-        for place, (other, arrival) in enumerate(arrival_of.items()):
-            is_later = _frame_number(other) > _frame_number(frame)
-            if is_later and any(p.index in parameters for p in arrival):
-                return place
-        return len(arrival_of)
+        cut = self._cuts.get(graph)
+        return () if cut is None else cut.arrival
+
+    def _parameters_of(self, run: _Run) -> tuple[Parameter, ...]:
+        if run.parameters is None:
+            return self._arrival_of(run.graph)
+        reduced = _torch.reducer_parameters(self._module())
+        return tuple(reduced[tensor] for tensor in run.parameters if tensor in reduced)
 
     @property
     def rules(self) -> ReducerRules:
@@ -259,11 +319,6 @@ class DDPState:
         return ddp
 
 
-def _frame_number(frame: str) -> int:
-    """Frames are numbered as they are compiled; a graph that does not come from Dynamo has none."""
-    return int(frame) if frame.isdigit() else 0
-
-
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
 _states = weakref.WeakKeyDictionary()
 has_drifted = False  # whether a graph was compiled without noting for which module
@@ -274,6 +329,11 @@ def get(ddp: DistributedDataParallel) -> DDPState:
     if state is None:  # setdefault would make one at each call, and forwards call this
         state = _states[ddp] = DDPState(ddp)
     return state
+
+
+def find(ddp: DistributedDataParallel) -> DDPState | None:
+    """What is known about a module, None if that is nothing."""
+    return _states.get(ddp)
 
 
 def has_modules() -> bool:

@@ -58,6 +58,8 @@ _interests: list[_Interest] = []
 # The subscribers to each module, in the order in which they are told.
 _subscriptions: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[_Subscription, ...]]
 _subscriptions = weakref.WeakKeyDictionary()
+# Whether forwards are reported in this process.
+_are_reported = False
 # The problems that were warned of; each is told once.
 _warned: set[str] = set()
 
@@ -67,13 +69,20 @@ def watch_forwards() -> None:
 
     Without the name of torch's that it takes no forward is reported, and a warning says so.
     """
+    global _are_reported  # noqa: PLW0603  # a matter of the process: DDP's method was replaced
     _torch.hide_from_dynamo()  # or it would compile what subscribers do
     try:
         _torch.watch_ddp_forward(_before_forward, _after_forward)
+        _are_reported = True
     except TorchDriftError as error:
         if str(error) not in _warned:
             _warned.add(str(error))
             _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+
+
+def are_reported() -> bool:
+    """Whether it is told here when forwards begin and end."""
+    return _are_reported
 
 
 def subscribe_to_all(subscriber: Subscriber) -> None:

@@ -1,0 +1,195 @@
+"""A warning where most gradients leave late, once training has settled: how many, and why.
+
+Each graph that stays whole has its line in the log, at INFO where that lies in the graph. If graph
+breaks leave a model in pieces that have parameters of one bucket each, or one of them has nearly
+all of backward, nobody would hear that there is no overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _logs, _torch
+from ddpopt._slots import Slot
+from ddpopt._text import format_bytes, shorten
+from ddpopt._torch import Forward
+from ddpopt.errors import Reason
+from ddpopt.reducer import Parameter
+from ddpopt.split import state
+from ddpopt.split.cut import Cut
+from ddpopt.steps.forwards import (
+    Subscriber,
+    find_subscriber,
+    subscribe,
+    unsubscribe,
+    will_communicate,
+)
+
+# Training has settled if so many forwards that communicate have compiled nothing.
+_NUM_SETTLED = 5
+# Gradients leave early if this part of backward is still to come: less hides little.
+_STILL_TO_COME = 0.1
+# The share of gradients that have to leave early, or have to be in the last section, for silence.
+_ENOUGH = 0.5
+
+# Whether the warning was given; once for each module.
+_are_told: Slot[bool] = Slot(bool, is_kept_at_reset=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departures:
+    """When the gradients of one backward leave, in bytes."""
+
+    total_bytes: int
+    # Of buckets that are complete while much of backward is still to come.
+    early_bytes: int
+    # Of gradients that are final only in the last part of a backward that was cut.
+    last_bytes: int
+    # Of gradients that are final early, in a bucket that is not complete then, or stands behind one
+    # that is not.
+    waiting_bytes: int
+    # Of gradients that a graph makes which stays whole, for each reason, and those graphs.
+    whole_bytes: dict[Reason, int] = field(default_factory=dict)
+    graphs: dict[Reason, list[str]] = field(default_factory=dict)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether most gradients leave late for other reasons than that a backward has an end."""
+        enough_bytes = _ENOUGH * self.total_bytes
+        return self.early_bytes < enough_bytes and self.last_bytes < enough_bytes
+
+    def __str__(self) -> str:
+        def share(num_bytes: int) -> str:
+            return f"{100 * num_bytes / self.total_bytes:.0f} %"
+
+        causes = []
+        for reason, num_bytes in sorted(self.whole_bytes.items(), key=lambda item: -item[1]):
+            sentence = reason.value.partition(";")[0]
+            causes.append(
+                f"{share(num_bytes)} in graphs compiled whole ({shorten(self.graphs[reason])}), "
+                f"because {sentence}"
+            )
+        if self.waiting_bytes:
+            causes.append(f"{share(self.waiting_bytes)} in buckets that wait for these")
+        if self.last_bytes:
+            causes.append(f"{share(self.last_bytes)} in the last section of a backward")
+        return (
+            f"only {share(self.early_bytes)} of the gradients ({format_bytes(self.early_bytes)} of "
+            f"{format_bytes(self.total_bytes)}) leave before the last tenth of a backward, so "
+            f"little communication is hidden behind it. The others: {'; '.join(causes)}. "
+            "ddpopt.explain(model) shows each graph, TORCH_LOGS=graph_breaks where a forward breaks"
+        )
+
+
+def find_departures(
+    runs: Sequence[tuple[Cut, Sequence[Parameter]]], buckets: Sequence[Sequence[Parameter]]
+) -> Departures:
+    """When gradients leave in the backward of a forward.
+
+    Of parameters that no graph uses, those of the loss come first, and those of layers that run
+    eagerly when eager DDP would have them, so nothing is taken to wait for them.
+
+    Args:
+        runs: the graphs that ran, in forward order, each with the parameters that it uses.
+        buckets: the Reducer's, in launch order.
+    """
+    # What backward runs, in that order: the graph and how many calls it has. A graph that stays
+    # whole counts by the calls of its forward, others by those of what was cut: a rough measure.
+    units: list[tuple[Cut, int]] = []
+    place_of: dict[int, int] = {}  # the last unit that has a part of each parameter's gradient
+    for cut, used in reversed(runs):
+        sections = cut.sections or (cut.as_one_section(),)
+        if cut.split == "forward":
+            sections = sections[::-1]
+        section_of = {name: k for k, section in enumerate(sections) for name in section.parameters}
+        for parameter in used:
+            section = section_of.get(parameter.name, len(sections) - 1)
+            place_of[parameter.index] = len(units) + section
+        units += [(cut, section.num_nodes) for section in sections]
+    num_done = list(itertools.accumulate(num_calls for _, num_calls in units))
+    num_calls = num_done[-1] if num_done else 0
+    is_early = [num_calls - done >= _STILL_TO_COME * num_calls for done in num_done]
+
+    early_bytes = last_bytes = waiting_bytes = 0
+    whole_bytes: dict[Reason, int] = defaultdict(int)
+    graphs: dict[Reason, list[str]] = defaultdict(list)
+    leaves_early = True  # buckets are launched in order
+    for bucket in buckets:
+        places = [place_of[p.index] for p in bucket if p.index in place_of]
+        leaves_early = leaves_early and all(is_early[place] for place in places)
+        for parameter in bucket:
+            place = place_of.get(parameter.index)
+            if leaves_early:
+                early_bytes += parameter.num_bytes
+            elif place is None or is_early[place]:
+                waiting_bytes += parameter.num_bytes
+            else:
+                cut, _ = units[place]
+                if cut.fallback is None:
+                    last_bytes += parameter.num_bytes
+                    continue
+                whole_bytes[cut.fallback] += parameter.num_bytes
+                if cut.graph not in graphs[cut.fallback]:
+                    graphs[cut.fallback].append(cut.graph)
+    return Departures(
+        total_bytes=sum(parameter.num_bytes for bucket in buckets for parameter in bucket),
+        early_bytes=early_bytes,
+        last_bytes=last_bytes,
+        waiting_bytes=waiting_bytes,
+        whole_bytes=dict(whole_bytes),
+        graphs=dict(graphs),
+    )
+
+
+def watch(ddp: DistributedDataParallel) -> None:
+    """Warn once, on rank 0, if most gradients leave late when training has settled.
+
+    Called whenever something is compiled for the module.
+    """
+    if _are_told.get(ddp) or find_subscriber(ddp, _Watch) is not None:
+        return
+    group = ddp.process_group
+    is_rank_0 = group.rank() == 0 and group.size() > 1
+    if is_rank_0 and not state.is_copy(ddp):
+        subscribe(ddp, _Watch())
+
+
+class _Watch(Subscriber):
+    def __init__(self) -> None:
+        self._num_graphs = 0
+        self._num_forwards = 0  # that communicate, since the last compile
+
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        """Look at what ran, in the first forward in which training has settled."""
+        known = state.get(ddp)
+        if not will_communicate(ddp):
+            return
+        self._num_forwards += 1
+        # While better buckets are searched for, those are not DDP's last.
+        if len(known.cuts) != self._num_graphs or known.cut_for == state.ANY_BUCKETS:
+            self._num_graphs, self._num_forwards = len(known.cuts), 0
+        if self._num_forwards < _NUM_SETTLED:
+            return
+        unsubscribe(ddp, _Watch)
+        try:
+            self._warn_of_late_gradients(ddp, known)
+        except Exception as error:
+            # DDP's log and its Reducer are asked, which may raise anything in a release that nobody
+            # has seen. It costs the warning, and nothing else.
+            _logs.info("when gradients leave is not known: %r", error)
+
+    def _warn_of_late_gradients(self, ddp: DistributedDataParallel, known: state.DDPState) -> None:
+        if _torch.has_comm_hook(ddp) or known.buckets is None or len(known.buckets) < 2:
+            # An algorithm communicates when it pleases; one bucket leaves when all is done.
+            return
+        parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+        buckets = [[parameters[i] for i in bucket if i in parameters] for bucket in known.buckets]
+        departures = find_departures(known.runs, buckets)
+        if departures.is_low:
+            _are_told.set(ddp, True)
+            _logs.warning("%s", departures)
