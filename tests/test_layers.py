@@ -18,6 +18,7 @@ ROOT = Path(ddpopt.__file__).parent
 LAYERS = (
     "errors",
     "reducer",
+    "_copies",
     "_text",
     "_values",
     "config",
