@@ -26,7 +26,7 @@ from ddpopt import _torch
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.planning import tuner
-from ddpopt.ranks import store
+from ddpopt.ranks import meetings, store
 from ddpopt.split import state
 from tests.support.hanging_store import hanging_store
 from tests.support.models import (
@@ -191,9 +191,9 @@ def _warm_slowly(rank: int, split: str, folder: str) -> list[str]:
     inputs = batches(rank, [(8, 64)] * 3)
     inner = compile_section if split == "forward" else "aot_eager"
     with (
-        mock.patch.object(store, "_REPORT_S", 2 * SHORT_S),
+        mock.patch.object(meetings, "_REPORT_S", 2 * SHORT_S),
         mock.patch.object(_torch, "aot_eager", compile_slowly),
-        mock.patch.object(store._logs, "warning", note_warning),
+        mock.patch.object(meetings._logs, "warning", note_warning),
     ):
         model = torch.compile(ddp, **_options(split, inner))
         warmup(model, inputs[0])
@@ -266,8 +266,9 @@ def test_a_rank_that_ends_is_noticed_by_its_silence(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_store_that_does_not_answer_ends_the_warmup() -> None:
+def test_a_store_that_does_not_answer_ends_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says that there was no answer within the silence that was allowed."""
+    monkeypatch.setattr(store, "_CONNECTING_S", 0.0)
     model = torch.compile(DistributedDataParallel(MLP()), **_options("backward"))
     with hanging_store(), pytest.raises(ddpopt.errors.PeerError) as caught:
         warmup(model, torch.randn(8, 64), silence_s=0.1)
@@ -283,9 +284,9 @@ def _count_threads(rank: int) -> int:
     return threading.active_count() - before
 
 
-def test_a_warmup_leaves_no_thread(ranks: Ranks) -> None:
-    """The thread that tells that a rank lives ends with the call."""
-    assert ranks.run(_count_threads) == [0, 0]
+def test_all_warmups_of_a_group_leave_one_thread(ranks: Ranks) -> None:
+    """It has the connection to the group's store, and an earlier test may have made it."""
+    assert max(ranks.run(_count_threads)) <= 1
 
 
 @pytest.mark.usefixtures("one_rank")

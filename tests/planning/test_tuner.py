@@ -26,7 +26,7 @@ import ddpopt
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.planning import AllreduceCost, decision, rebucket
 from ddpopt.planning import tuner as tuning
-from ddpopt.ranks import store
+from ddpopt.ranks import meetings
 from ddpopt.split import compiler
 from ddpopt.split import state as records
 from ddpopt.steps import clock as clocks
@@ -287,7 +287,7 @@ def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> N
 def _train_apart(rank: int, absent: int) -> dict[str, Any]:
     """One rank does not look for better buckets, so it never comes to meet the other."""
     buckets = "ddp" if rank == absent else "auto"
-    with mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")):
+    with mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")):
         return _train(rank, "backward", SLOW, {"buckets": buckets})
 
 
@@ -402,7 +402,7 @@ def _train_later(rank: int, num_eager: int) -> str:
         waited_s += 1.0
 
     clock = mock.Mock(monotonic=lambda: waited_s, sleep=wait)
-    with _simulated(SLOW), mock.patch.object(store, "time", clock):
+    with _simulated(SLOW), mock.patch.object(meetings, "time", clock):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else compiled)
     return tuning.find_tuner(ddp).outcome
@@ -464,7 +464,7 @@ def _train_in_join(rank: int) -> str:
     options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options)
     with (
-        mock.patch.object(store.time, "sleep", side_effect=AssertionError("it waits")),
+        mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")),
         ddp.join(),
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):

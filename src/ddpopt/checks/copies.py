@@ -23,7 +23,8 @@ from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
 from ddpopt.planning.randomness import same_randomness, states_on_devices
-from ddpopt.ranks.store import monitored_block, why_no_meeting
+from ddpopt.ranks.meetings import monitored_block
+from ddpopt.ranks.store import why_no_meeting
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 

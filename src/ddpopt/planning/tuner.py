@@ -43,7 +43,7 @@ from ddpopt.planning.decision import STAY, Decision, Verdict, decide, judge
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.stopwatch import Measured, Stopwatch
 from ddpopt.ranks.agree import all_gather_object, decide_on_rank_0
-from ddpopt.ranks.store import JointDecision
+from ddpopt.ranks.meetings import JointDecision
 from ddpopt.split import state
 from ddpopt.steps.clock import device_of
 from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
