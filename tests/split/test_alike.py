@@ -272,6 +272,16 @@ def test_a_rank_that_cannot_cut_where_others_may_says_so(
         model(torch.randn(BATCH, LENGTH, WIDTH))
 
 
+def test_a_part_with_collectives_that_releases_nothing_is_left_whole(one_rank: None) -> None:
+    """As a frozen part that is compiled by itself: it has no order, and no backward."""
+    ddp = DistributedDataParallel(Norms(), bucket_cap_mb=0.0011)
+    for layer in ddp.module.early:
+        layer.requires_grad_(False)
+        layer.compile(backend="ddpopt", options={"inner": "aot_eager"})
+    ddp(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
+    assert {cut.fallback for cut in explain(ddp).cuts} == {Reason.NO_PARAMETERS}
+
+
 def test_what_is_done_to_a_dtensor_may_communicate(one_rank: None) -> None:
     """Its operators are ATen's, and call collectives where it is not looked into."""
     graphs: list[torch.fx.GraphModule] = []

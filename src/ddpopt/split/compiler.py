@@ -344,9 +344,11 @@ class GraphCompiler:
         cut = self._predict({index: -use for index, use in self._facts.first_use.items()})
         buckets = self._buckets_to_cut_at(cut)
         # Tracing a backward is worth it if the graph has parts of two buckets. One that may
-        # communicate is cut whatever the buckets are, see [Note: collectives].
+        # communicate, and releases a gradient, is cut whatever the buckets are, see
+        # [Note: collectives].
         has_parts = len(parts_of_buckets(buckets, self._facts.first_use)) > 1
-        if (has_parts or self.communicates) and self._options.split != "forward":
+        has_an_order = self.communicates and bool(self._facts.first_use)
+        if (has_parts or has_an_order) and self._options.split != "forward":
             try:
                 return self._cut_backward(example_inputs)
             except _torch.control_flow_exceptions():
