@@ -51,7 +51,8 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
     Raises:
         PlanError: on all ranks, if on any of them the plan's file cannot be read, the plan does not
             fit the model, plans differ, a backward is running, gradients wait to be reduced or lie
-            in DDP's buckets, or DDP or its comm hook is of a kind whose Reducer cannot be replaced.
+            in DDP's buckets, or DDP or its comm hook is of a kind whose Reducer cannot be replaced;
+            or if a new one cannot be made, for want of memory for one. Buckets stay as they are.
         PeerError: a rank did not make this call.
         TypeError: on all ranks, `plan` is no plan; or there is no DistributedDataParallel at the
             top of `model`.
@@ -189,7 +190,7 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
     if problem := _find_odd_setting(ddp):
         return problem
     if kept := _find_kept_by_hooks(ddp):
-        return f"its comm hook {kept}; give DistributedDataParallel the plan's ddp_kwargs() instead"
+        return kept
     own = list(_torch.reducer_parameters(ddp).values())
     if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
         return (
@@ -216,13 +217,18 @@ def _find_odd_setting(ddp: DistributedDataParallel) -> str:
 
 
 def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
-    """Say what a comm hook of torch's own keeps of the present buckets; "" if there is nothing."""
+    """Say why a comm hook cannot work for other buckets; "" if it can, or there is none."""
+    if unknown := _torch.find_unknown_hook(ddp):
+        return unknown
     # The class is recognised by its name, because importing it needs numpy.
     if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
-        return "is PowerSGD, which keeps errors by bucket"
-    if _torch.runs_optimizers(ddp):
-        return "runs an optimizer, whose parameters are in the order of the present buckets"
-    return ""
+        kept_by_hook = "is PowerSGD, which keeps errors by bucket"
+    elif _torch.runs_optimizers(ddp):
+        kept_by_hook = "runs an optimizer, whose parameters are in the order of the present buckets"
+    else:
+        return ""
+    remedy = "give DistributedDataParallel the plan's ddp_kwargs() instead"
+    return f"its comm hook {kept_by_hook}; {remedy}"
 
 
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
@@ -288,7 +294,12 @@ def agree(
 
 
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
-    """Give `ddp` the buckets of a plan that fits."""
+    """Give `ddp` the buckets of a plan that fits. Collective.
+
+    Raises:
+        PlanError: on all ranks, if one could not make a Reducer; `ddp` has the buckets of before.
+        PeerError: a rank did not make this call.
+    """
     buckets = indices_of(ddp, plan)
     _replace_reducer(ddp, buckets, plan.caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=True)
@@ -303,6 +314,8 @@ def take_back(
     The members of a bucket come in the order in which DDP had them, and equally on all ranks: it is
     their order in the tensor that is reduced. Where DDP follows it, that is the order in which
     gradients arrive; the next search takes it to be.
+
+    It is collective, and raises as `apply` does.
     """
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
@@ -312,8 +325,17 @@ def take_back(
 def _replace_reducer(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
+    def settle(problem: Exception | None) -> None:
+        def find_facts() -> list[Fact]:
+            if problem is not None:
+                raise problem
+            return []
+
+        title = "buckets stay as they are: "
+        require_equal(ddp, find_facts, PlanError, "report it", title=title)
+
     num_arrivals = static_graph.find_arrivals(ddp)
-    _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals)
+    _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals, settle)
     watching = find_subscriber(ddp, _Accumulation)
     if watching is not None:
         watching.forget_notes()

@@ -361,9 +361,15 @@ class _Tuner(Subscriber):
         except PlanError as error:
             self._keep_buckets(ddp, str(error))
             return
+        caps_bytes_before = _torch.reducer_caps(ddp)
+        try:
+            rebucket.apply(ddp, best)
+        except PlanError as error:
+            _begin_forward(ddp)  # with a Reducer like the one before
+            self._keep_buckets(ddp, str(error))
+            return
         self._report(ddp, decision.text)
-        self._change = _Change(measured_by_rank, _torch.reducer_caps(ddp), decision.gain)
-        rebucket.apply(ddp, best)
+        self._change = _Change(measured_by_rank, caps_bytes_before, decision.gain)
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
@@ -380,7 +386,13 @@ class _Tuner(Subscriber):
         )
         self._report(ddp, verdict.text)
         if verdict.is_worse:
-            rebucket.take_back(ddp, change.measured_before[0].buckets, change.caps_bytes_before)
+            before = change.measured_before[0].buckets
+            try:
+                rebucket.take_back(ddp, before, change.caps_bytes_before)
+            except PlanError as error:
+                _begin_forward(ddp)  # with a Reducer like the one before
+                self._report(ddp, str(error))
+                return
             _begin_with_new_reducer(ddp)
 
     # ---- What users read ---------------------------------------------------------------------
