@@ -51,7 +51,7 @@ class DryRun:
         silence_s: seconds without a sign of life after which a rank counts as lost.
 
     Raises:
-        OptionError: `silence_s` is not a positive number of seconds.
+        OptionError: `silence_s` is not a positive number of seconds, or there is no batch.
         TypeError: there is no DistributedDataParallel in the model.
     """
 
@@ -64,6 +64,10 @@ class DryRun:
         silence_s: float,
     ) -> None:
         self.model, self.ddp = model, state.ddp_of(model)
+        if batch is None:
+            raise OptionError(
+                "the batch is None; give a tensor, a tuple or a mapping, or () for none"
+            )
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         check_number("silence_s", silence_s, POSITIVE, OptionError)
         if why := why_no_meeting(self.ddp.process_group):

@@ -15,6 +15,7 @@ from ddpopt import _torch
 from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
+from ddpopt._values import check_kind
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning import static_graph
 from ddpopt.planning.plan import BucketPlan
@@ -68,11 +69,9 @@ def _read(plan: object) -> BucketPlan:
     """A plan, or the one in a file."""
     if isinstance(plan, str | os.PathLike):
         return BucketPlan.load(Path(plan))
-    if not isinstance(plan, BucketPlan):
-        raise TypeError(
-            "rebucket takes a BucketPlan or the path of a saved one; this is a "
-            f"{type(plan).__name__}"
-        )
+    remedy = "rebucket takes a BucketPlan or the path of a saved one"
+    check_kind("plan", plan, BucketPlan, remedy, TypeError)
+    assert isinstance(plan, BucketPlan)
     return plan
 
 

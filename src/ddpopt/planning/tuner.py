@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._slots import Slot
+from ddpopt._text import quote
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket, static_graph
@@ -272,7 +273,7 @@ class _Tuner(Subscriber):
             text += (
                 f"; gradients were reduced after none of the last {self._idle.num} forwards: "
                 "unless they are still accumulated, call backward() on what a forward outside of "
-                f"no_sync returns, or leave out buckets={self.source!r}"
+                f"no_sync returns, or leave out buckets={quote(self.source)}"
             )
         return text
 
@@ -471,12 +472,12 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
         plan = BucketPlan.load(path)
     except OSError as error:
         raise PlanError(
-            f"buckets={path!r} cannot be read: {error.strerror}; give the path of a "
+            f"buckets={quote(path)} cannot be read: {error.strerror}; give the path of a "
             "file that BucketPlan.save wrote"
         ) from error
     misfit = rebucket.find_misfit(ddp, plan)
     if misfit:
-        raise PlanError(f"buckets={path!r} does not fit this model: {misfit}")
+        raise PlanError(f"buckets={quote(path)} does not fit this model: {misfit}")
     return plan
 
 
@@ -496,8 +497,8 @@ def _find_obstacle(ddp: DistributedDataParallel, planned: BucketPlan | None, sou
     """
     if find_tuner(ddp) is None:
         return (
-            f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
-            "since"
+            "torch._dynamo.reset() was called, and nothing is compiled with "
+            f"buckets={quote(source)} since"
         )
     if rebucket.plan_of(ddp) not in (None, planned):
         return "ddpopt.rebucket has changed them"
