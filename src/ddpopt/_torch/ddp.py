@@ -5,6 +5,7 @@ Process groups are here too.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -227,20 +228,40 @@ def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.
     return _describe(_name(ddp, dict.fromkeys([*ordered, *wanted])))
 
 
+def plain_names(names_of_module: Iterable[str]) -> dict[str, str]:
+    """What parameters or buffers with these names are called, whatever is wrapped around modules.
+
+    `layers._orig_mod.0.weight` is `layers.0.weight`: a module is the same one if it is compiled, or
+    checkpointed by torch's wrapper, and ranks or plans may differ in that. Of several whose names
+    would become equal each keeps its own.
+    """
+    wrappers = {names.ORIG_MOD.name, names.CHECKPOINT_WRAPPED.text}
+    plain = {}
+    for name in names_of_module:
+        plain[name] = ".".join(part for part in name.split(".") if part not in wrappers)
+    num_of = collections.Counter(plain.values())
+    return {name: short if num_of[short] == 1 else name for name, short in plain.items()}
+
+
 def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """The names that parameters have now, which those of `reducer_parameters` may not be."""
+    """The names by which the module has its parameters now.
+
+    Those of `reducer_parameters` are `plain_names`, and may be older ones.
+    """
     return {tensor: name for name, tensor in ddp.module.named_parameters()}
 
 
 def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list[_Reduced]:
     """Find the names of tensors in the module, and make some for those that left it."""
     name_of, named = names_now(ddp), []
+    plain_of = plain_names(name_of.values())
     for index, tensor in enumerate(tensors):
         name, is_sparse = name_of.get(tensor), False
         if name is not None:
             owner = ddp.module.get_submodule(name.rpartition(".")[0])
             is_sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
-        named.append(_Reduced(tensor, name or f"parameter {index}, replaced", is_sparse))
+        called = f"parameter {index}, replaced" if name is None else plain_of[name]
+        named.append(_Reduced(tensor, called, is_sparse))
     return named
 
 
@@ -1108,6 +1129,7 @@ def _copy_ddp(
     names.MODULE_PARAMETERS.set(own, twin)
     names.ASSIGN_BUFFERS.get(twin)()
     copied_by_name = dict(module.named_parameters(remove_duplicate=False))
+    # By the module's own names, which the copy has too.
     name_of, tensors = names_now(ddp), []
     for tensor in (reduced := reducer_parameters(ddp)):
         is_there = tensor in name_of

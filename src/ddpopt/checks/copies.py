@@ -157,11 +157,16 @@ class Rehearsal:
         loss, dtypes = self.forward(_copies.copy_batch(batch, OptionError))
         self.backward(loss)
         gradients: dict[str, torch.Tensor | None] = {}
-        for name, parameter in self.ddp.module.named_parameters():
-            if parameter.requires_grad:
-                gradient = parameter.grad
-                gradients[name] = None if gradient is None else gradient.detach().clone()
-        buffers = _copies.copy_buffers(self.ddp.module)
+        # Ranks compare by names, and may differ in what is compiled.
+        parameters = dict(self.ddp.module.named_parameters())
+        for name, called in _torch.plain_names(parameters).items():
+            if parameters[name].requires_grad:
+                gradient = parameters[name].grad
+                gradients[called] = None if gradient is None else gradient.detach().clone()
+        copied_buffers = _copies.copy_buffers(self.ddp.module)
+        buffers = {}
+        for name, called in _torch.plain_names(copied_buffers).items():
+            buffers[called] = copied_buffers[name]
         return Outcome(loss.detach().clone(), gradients, buffers, dtypes)
 
 

@@ -181,7 +181,9 @@ def _relate(
 
 def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timeline | None:
     """The iteration with these buckets; None if the plan is for other parameters."""
-    gradient_of = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
+    given = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
+    # It may be of the module before it was compiled, or the other way round.
+    gradient_of = {called: given[name] for name, called in _torch.plain_names(given).items()}
     names_by_bucket = [bucket.actual or bucket.planned for bucket in buckets]
     all_names = [name for names in names_by_bucket for name in names]
     if sorted(all_names) != sorted(gradient_of):

@@ -158,7 +158,8 @@ def _trace(
     """Trace forward and backward into one graph of aten operations.
 
     The graph returns the loss and the gradients of the parameters, None for an unused one. The
-    parameters of a model on the meta device are returned as fake tensors on the device traced for.
+    parameters are returned too, by `plain_names`; those of a model on the meta device as fake
+    tensors on the device traced for.
     Last comes whether the loss is the sum of outputs, for want of another.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -198,7 +199,8 @@ def _trace(
             "inputs must fit its forward, whose course must not depend on values (torch.where "
             "instead of if); or else measure its profile"
         ) from error
-    trained_tensors = {name: inputs[0][f"model.{name}"] for name in trained}
+    plain_of = _torch.plain_names(parameters)
+    trained_tensors = {plain_of[name]: inputs[0][f"model.{name}"] for name in trained}
     return graph, trained_tensors, step.is_stand_in
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -233,7 +234,8 @@ def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they match."""
     own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-    planned = {gradient.name: gradient.num_bytes for gradient in plan.profile.gradients}
+    plain_of = _plain_names(ddp, plan)
+    planned = {plain_of[g.name]: g.num_bytes for g in plan.profile.gradients}
     remedy = "plan for this very model"
     for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
         if names:
@@ -269,7 +271,9 @@ def agree(
         obstacle = pending or find_misfit(ddp, plan)
         if obstacle:
             raise PlanError(obstacle)
-        facts = [Fact("the plan", plan.hash)]
+        # By number: ranks may have compiled different modules, and names of these.
+        buckets = str(indices_of(ddp, plan)).encode()
+        facts = [Fact("the plan", hashlib.sha256(buckets).hexdigest()[:16])]
         if ddp.static_graph:
             # It decides which collectives follow.
             is_known = static_graph.find_arrivals(ddp) is not None
@@ -343,7 +347,16 @@ def _replace_reducer(
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
     """The buckets of a plan that fits, by parameter index."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
-    return [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
+    plain_of = _plain_names(ddp, plan)
+    return [[index_of[plain_of[name]] for name in bucket.parameters] for bucket in plan.buckets]
+
+
+def _plain_names(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str, str]:
+    """What `reducer_parameters` calls the parameters of a plan that has other names for them."""
+    planned = [gradient.name for gradient in plan.profile.gradients]
+    if {p.name for p in _torch.reducer_parameters(ddp).values()} == set(planned):
+        return dict(zip(planned, planned, strict=True))
+    return _torch.plain_names(planned)
 
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
