@@ -538,5 +538,5 @@ def test_rebucket_takes_a_plan_or_its_path_and_nothing_else(one_rank: None, tmp_
     for path in (tmp_path / "plan.json", str(tmp_path / "plan.json")):
         ddpopt.rebucket(ddp, path)
         assert len(real_buckets(ddp)) == len(SIZES_OF_MLP)
-    with pytest.raises(TypeError, match="a BucketPlan or the path of a saved one; this is a dict"):
+    with pytest.raises(TypeError, match="a dict; rebucket takes a BucketPlan or the path"):
         ddpopt.rebucket(ddp, {})  # type: ignore[arg-type]

@@ -558,9 +558,9 @@ def _possible_hooks(ddp: DistributedDataParallel) -> list[_CommHook]:
     if not logged:
         return []
     hooks = [_CommHook(hook, state) for hook, state in names.COMM_HOOKS.get(ddp)]
-    if logged.startswith("Builtin"):
-        kind = names.BUILTIN_HOOKS.get().__members__.get(logged.rpartition(".")[2])
-        hooks.append(_CommHook(None, kind))
+    if logged.startswith("BuiltinCommHookType."):
+        kinds = names.BUILTIN_HOOKS.get().__members__
+        hooks.append(_CommHook(None, kinds[logged.rpartition(".")[2]]))
     # `__setstate__` sets the process group before all else, the constructor does so later.
     is_loaded = next(iter(vars(ddp))) == "process_group"
     # LIMIT: one of DDP's own in C++, registered before the first in Python, is in force unseen:

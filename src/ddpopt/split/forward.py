@@ -184,24 +184,23 @@ def _have_as_attributes(
     split_module passes them on, and a compiler takes nothing but tensors and numbers.
     """
     graph = section_graph.graph
-    placeholders = graph.find_nodes(op="placeholder")
     kept = []
-    for placeholder, argument in zip(placeholders, call.args, strict=True):
+    taken: list[tuple[fx.Node, fx.Node]] = []
+    for placeholder, argument in zip(graph.find_nodes(op="placeholder"), call.args, strict=True):
         assert isinstance(argument, fx.Node)
-        if argument.op != "get_attr" or argument.target not in targets:
+        if argument.op == "get_attr" and argument.target in targets:
+            taken.append((placeholder, argument))
+        else:
             kept.append(argument)
-            continue
+    call.args = tuple(kept)
+    for placeholder, argument in taken:
         name = str(argument.target)
         setattr(section_graph, name, getattr(stitched, name))
-        with graph.inserting_after(placeholders[-1]):
+        with graph.inserting_before(call_nodes(graph)[0]):
             attribute = graph.get_attr(name)
         placeholder.replace_all_uses_with(attribute)
-    for placeholder, argument in zip(placeholders, list(call.args), strict=True):
-        if argument not in kept:
-            graph.erase_node(placeholder)
-    given, call.args = call.args, tuple(kept)
-    for argument in given:
-        if isinstance(argument, fx.Node) and argument.op == "get_attr" and not argument.users:
+        graph.erase_node(placeholder)
+        if not argument.users:
             stitched.graph.erase_node(argument)
     section_graph.recompile()
 
