@@ -69,6 +69,9 @@ class Limits:
 WHOLE = Limits(at_least=0, is_whole=True)
 POSITIVE_WHOLE = Limits(at_least=1, is_whole=True)
 POSITIVE = Limits(above=0)
+BEYOND = 1e18
+"""Numbers in plans are smaller, so that what is computed from them stays finite."""
+RANKS = Limits(at_least=1, below=BEYOND, is_whole=True)
 
 
 def check_kind(

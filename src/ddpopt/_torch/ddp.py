@@ -36,7 +36,7 @@ from ddpopt._torch.dynamo import (
 )
 from ddpopt._torch.hidden import calls_users_code
 from ddpopt._torch.runtime import queue_callback, run_in_backward
-from ddpopt.errors import DDPOptError, PlanError, TorchDriftError
+from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.reducer import Parameter
 
 _T = TypeVar("_T")
@@ -733,8 +733,8 @@ def replace_reducer(
     It has the same comm hook and options, see `GIVEN_BY`. Its first steps are behind it, so that
     it takes part in nothing that the one before would not: see `pass_first_steps`.
 
-    Whatever is raised, `ddp` has the buckets of before again, unless a plain DDPOptError says
-    otherwise.
+    Whatever is raised, `ddp` has the buckets of before again, unless a PeerError says that it has
+    none.
 
     Args:
         ddp: the module; no gradient waits to be reduced.
@@ -774,7 +774,7 @@ def replace_reducer(
                 change.pass_first_steps(change.before, gradients)
             change.register_hook()
         except Exception as failure:
-            raise DDPOptError(
+            raise PeerError(
                 "ddpopt was giving this DistributedDataParallel new buckets, which failed "
                 f"({error}), and then those that it had, which failed too ({failure}): it has none "
                 "now; do not go on, and start all ranks again"

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpopt._text import quote
-from ddpopt._values import POSITIVE, Limits, check_kind, check_number
+from ddpopt._values import BEYOND, POSITIVE, RANKS, Limits, check_kind, check_number
 from ddpopt.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
-_BEYOND = 1e18  # numbers are smaller, so that what is computed from them stays finite
-RANKS = Limits(at_least=1, below=_BEYOND, is_whole=True)
 _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
 
@@ -43,7 +41,7 @@ class Gradient:
     def __post_init__(self) -> None:
         _check_text(self, "name", "group")
         # 0 for a parameter without elements.
-        sizes = Limits(at_least=0, below=_BEYOND, is_whole=True)
+        sizes = Limits(at_least=0, below=BEYOND, is_whole=True)
         check_number("Gradient.num_bytes", self.num_bytes, sizes, PlanError)
         _check(self, "ready_s")
 
@@ -326,7 +324,7 @@ class Device:
         return max(flops / rate, moved_bytes / self.bytes_per_s)
 
 
-def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:
+def _check(owner: Any, *names: str, at_least: float = 0, below: float = BEYOND) -> None:
     """Raise PlanError unless these attributes are numbers in range."""
     for name in names:
         what = f"{type(owner).__name__}.{name}"

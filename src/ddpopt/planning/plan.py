@@ -22,11 +22,10 @@ from torch import nn
 
 from ddpopt import _copies
 from ddpopt._text import count, format_ms, quote, shorten, write_text
-from ddpopt._values import POSITIVE_WHOLE, check_kind, check_number
+from ddpopt._values import POSITIVE_WHOLE, RANKS, check_kind, check_number
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import LossFn, call_model, find_loss
 from ddpopt.planning.costs import (
-    RANKS,
     AllreduceCost,
     Device,
     Network,

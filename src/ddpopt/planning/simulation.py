@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpopt._text import count, format_ms, quote, table
-from ddpopt._values import Limits, check_kind, check_number
+from ddpopt._values import RANKS, Limits, check_kind, check_number
 from ddpopt.errors import PlanError
-from ddpopt.planning.costs import RANKS, AllreduceCost, Network
+from ddpopt.planning.costs import AllreduceCost, Network
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
 from ddpopt.planning.timeline import BucketTimes, Timeline, bucket_table, predict
