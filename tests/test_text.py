@@ -1,4 +1,4 @@
-"""Files: they appear whole or not at all."""
+"""Files, which appear whole or not at all, and values as errors quote them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
-from ddpopt._text import check_can_write, new_folder, write_text
+from ddpopt._text import check_can_write, new_folder, quote, write_text
 
 
 def test_a_file_is_written_and_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -86,3 +87,26 @@ def test_a_new_folder_is_its_users_alone_and_nobody_elses(tmp_path: Path) -> Non
     assert third.name.startswith("link-")
     for folder in (first, second, third):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("2", "'2'"),
+        (-(10**5000), "a whole number of 16610 bits"),
+        ([[[[[1]]]]], "[[[...]]]"),
+        ("a\nb", r"'a\nb'"),
+        (torch.zeros(2), "tensor([0., 0.])"),
+    ],
+    ids=range(5),
+)
+def test_a_value_is_quoted_in_a_line(value: object, text: str) -> None:
+    assert quote(value) == text
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10_000, b"x" * 10_000, ["x" * 99] * 99, torch.eye(99)], ids=type
+)
+def test_a_long_value_is_quoted_by_its_ends(value: object) -> None:
+    assert len(quote(value)) <= 120
+    assert "..." in quote(value)

@@ -92,6 +92,10 @@ def messages() -> list[Message]:
                 what, value, limits, kind = node.args
                 text = f"{_text(what)} is {_variable(value)}; it must be {_limits(limits)}"
                 found.append(Message(ast.unparse(kind), text, module))
+            if name == "check_kind":
+                what, value, _, remedy, kind = node.args
+                text = f"{_text(what)} is {_variable(value)}; {_text(remedy)}"
+                found.append(Message(ast.unparse(kind), text, module))
             if name in ours or (name in _BUILTIN and id(node) in raised):
                 found.append(Message(name, _text(node.args[0]), module))
     return sorted(found)
@@ -166,6 +170,8 @@ def _text(node: ast.expr) -> str:
 
 def _variable(node: ast.expr) -> str:
     """Return a short name for a value: the last word of what computes it."""
+    if isinstance(node, ast.Call) and _called(node) == "quote":
+        (node,) = node.args
     names = [n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)]
     names = [name for name in names if not name.startswith("__")]
     names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import os
+import reprlib
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +15,40 @@ from pathlib import Path
 
 _MIB = 1024 * 1024
 _COLUMN_WIDTH = 40
+_QUOTED_WIDTH = 120
+
+
+class _Quotes(reprlib.Repr):
+    """`repr`, but of the beginnings of containers, and of both ends of texts and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = _QUOTED_WIDTH // 2
+        self.maxlevel = 2
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python refuses to write a number of more than 4300 digits.
+        if value.bit_length() > 1000:
+            return f"a whole number of {value.bit_length()} bits"
+        return super().repr_int(value, level)
+
+
+_quotes = _Quotes()
+
+
+def quote(value: object) -> str:
+    """A value that a user gave, as an error names it: one line of at most some 120 characters.
+
+    It is safe for whatever a file may hold, such as lists in a thousand lists.
+    """
+    try:
+        text = " ".join(_quotes.repr(value).split())
+    except Exception:  # the class of the value may do anything to describe it
+        return f"a {type(value).__name__}"
+    if len(text) <= _QUOTED_WIDTH:
+        return text
+    half = _QUOTED_WIDTH // 2 - 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddpopt._text import quote
 from ddpopt.errors import OptionError
 
 
 def check_boolean(name: str, value: object, error: type[Exception] = OptionError) -> None:
     """Raise `error` unless `value` is a bool."""
     if not isinstance(value, bool):
-        raise error(f"{name} is {value!r}, a {type(value).__name__}; give True or False")
+        raise error(f"{name} is {quote(value)}, a {type(value).__name__}; give True or False")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -21,9 +22,9 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     A choice such as `*.json` allows any path that ends this way.
     """
     if choices and not any(isinstance(value, str) and _is_choice(value, c) for c in choices):
-        raise OptionError(f"{name} is {value!r}; valid values are {list(choices)}")
+        raise OptionError(f"{name} is {quote(value)}; valid values are {list(choices)}")
     if not isinstance(value, str):
-        raise OptionError(f"{name} is {value!r}, a {type(value).__name__}; give a str")
+        raise OptionError(f"{name} is {quote(value)}, a {type(value).__name__}; give a str")
 
 
 def _is_choice(value: str, choice: str) -> bool:
@@ -68,6 +69,17 @@ class Limits:
 WHOLE = Limits(at_least=0, is_whole=True)
 POSITIVE_WHOLE = Limits(at_least=1, is_whole=True)
 POSITIVE = Limits(above=0)
+BEYOND = 1e18
+"""Numbers in plans are smaller, so that what is computed from them stays finite."""
+RANKS = Limits(at_least=1, below=BEYOND, is_whole=True)
+
+
+def check_kind(
+    name: str, value: object, kind: type | tuple[type, ...], remedy: str, error: type[Exception]
+) -> None:
+    """Raise `error` unless `value` is of a kind; the message ends with `remedy`, what to give."""
+    if not isinstance(value, kind):
+        raise error(f"{name} is {quote(value)}, a {type(value).__name__}; {remedy}")
 
 
 def check_number(
@@ -86,6 +98,6 @@ def check_number(
     number_type = int if limits.is_whole else (int, float)
     if not isinstance(value, number_type) or isinstance(value, bool):
         kind = type(value).__name__
-        raise (wrong_type or error)(f"{name} is {value!r}, a {kind}; it must be {limits}")
+        raise (wrong_type or error)(f"{name} is {quote(value)}, a {kind}; it must be {limits}")
     if value not in limits:
-        raise error(f"{name} is {value!r}; it must be {limits}")
+        raise error(f"{name} is {quote(value)}; it must be {limits}")

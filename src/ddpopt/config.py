@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from ddpopt._text import quote
 from ddpopt._values import check_boolean, check_choice
 from ddpopt.errors import OptionError
 
@@ -27,12 +28,14 @@ _declared: dict[str, tuple[bool | str, Sequence[str]]] = {}
 def check_flag(flag: str, value: object) -> None:
     """Raise OptionError unless the flag exists and may have this value."""
     if flag not in _declared:
-        raise OptionError(f"ddpopt.config has no flag {flag!r}; its flags are {sorted(_declared)}")
+        raise OptionError(
+            f"ddpopt.config has no flag {quote(flag)}; its flags are {sorted(_declared)}"
+        )
     default, choices = _declared[flag]
     if isinstance(default, bool):
-        check_boolean(repr(flag), value)
+        check_boolean(quote(flag), value)
     else:
-        check_choice(repr(flag), value, choices)
+        check_choice(quote(flag), value, choices)
 
 
 def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:

@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, _traced
+from ddpopt._text import quote
 
 Hook = Callable[..., Any]
 Share = tuple[tuple[Any, ...], dict[str, Any]]  # what one replica is called with
@@ -80,11 +81,11 @@ class DataParallel(nn.Module):
         super().__init__()
         _check_module(module)
         if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence):
-            raise TypeError(f"devices is {devices!r}; give a list, as ['cuda:0', 'cuda:1']")
+            raise TypeError(f"devices is {quote(devices)}; give a list, as ['cuda:0', 'cuda:1']")
         if not devices:
             raise ValueError("devices is empty; name at least one, as ['cuda:0', 'cuda:1']")
         if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(f"dim is {dim!r}; give the number of the batch's dimension")
+            raise TypeError(f"dim is {quote(dim)}; give the number of the batch's dimension")
         self.module = module
         self.devices = tuple(_find_device(device) for device in devices)
         first = self.devices[0]
@@ -230,7 +231,7 @@ def _find_device(device: torch.device | str | int) -> torch.device:
         return torch.empty(0, device=torch.device(device)).device
     except (AssertionError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"device {device!r} is not available here ({str(error).splitlines()[0]}); "
+            f"device {quote(device)} is not available here ({str(error).splitlines()[0]}); "
             f"there are 'cpu' and {torch.accelerator.device_count()} accelerators"
         ) from error
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ddpopt import _torch, config
+from ddpopt._text import quote
 from ddpopt._values import check_choice
 from ddpopt.errors import OptionError, TorchDriftError
 
@@ -100,7 +101,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
     if rest or mode:
         keys = [*rest, *(["mode"] if mode else [])]
         raise OptionError(
-            f"{keys} cannot be given with the inner compiler {inner!r}, because only Inductor "
+            f"{keys} cannot be given with the inner compiler {quote(inner)}, because only Inductor "
             f"takes options and modes; ddpopt's own options are {list(OWN_OPTIONS)}; bind an "
             "inner compiler's own arguments with functools.partial"
         )
@@ -108,7 +109,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
         return inner  # type: ignore[no-any-return]
     if not isinstance(inner, str):
         raise OptionError(
-            f"the option 'inner' is {inner!r}, a {type(inner).__name__}; give the name of a "
+            f"the option 'inner' is {quote(inner)}, a {type(inner).__name__}; give the name of a "
             "registered backend or a callable (graph_module, example_inputs) -> callable"
         )
     if inner == "ddpopt":
@@ -119,7 +120,7 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
         raise
     except Exception as error:  # InvalidBackend, or a third party's entry point that fails
         raise OptionError(
-            f"the option 'inner' is {inner!r}, which is no backend that loads here ({error}); "
+            f"the option 'inner' is {quote(inner)}, which is no backend that loads here ({error}); "
             f"registered are {sorted(torch.compiler.list_backends(exclude_tags=()))}"
         ) from error
 
@@ -135,10 +136,10 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
                 else f"ddpopt's own options are {list(OWN_OPTIONS)}, and Inductor's those of "
                 "torch._inductor.list_options()"
             )
-            raise OptionError(f"unknown option {key!r}; {hint}")
+            raise OptionError(f"unknown option {quote(key)}; {hint}")
     try:
         return _torch.inductor(mode, options)
     except (RuntimeError, AttributeError, KeyError) as error:
         raise OptionError(
-            f"Inductor refused mode {mode!r} or options {options}: {error}"
+            f"Inductor refused mode {quote(mode)} or options {quote(options)}: {error}"
         ) from error

@@ -47,8 +47,9 @@ WITH_INDUCTOR: dict[PrivateText, Reason | None] = {
     # Before torch 2.13 the inner compiler took any keyword, and looked up the ones it knew.
     names.STATIC_INPUTS: Reason.BACKWARD_FAILED if names.installed_release() >= (2, 13) else None,
 }
-# Of DDP's log, read where somebody asks what a step took or which hook there is.
+# Of names and of DDP's log, read where somebody asks what a step took or which hook there is.
 NOT_IN_TRAINING = {
+    names.CHECKPOINT_WRAPPED,
     names.COMM_HOOK,
     names.ITERATION,
     names.FORWARD_TIME,

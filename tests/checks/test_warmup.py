@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _torch
+from ddpopt import _logs, _torch
 from ddpopt.checks.verify import verify
 from ddpopt.checks.warmup import warmup
 from ddpopt.planning import tuner
@@ -39,7 +39,7 @@ from tests.support.models import (
     train,
     twins,
 )
-from tests.support.ranks import MakeRanks, Ranks
+from tests.support.ranks import MakeRanks, Ranks, error_of
 
 SPLITS = ["forward", "backward"]
 CAP_MB = 0.03
@@ -295,3 +295,41 @@ def test_a_bad_silence_s_is_refused_by_name(silence_s: Any) -> None:
     model = torch.compile(DistributedDataParallel(MLP()), **_options("forward"))
     with pytest.raises(ddpopt.errors.OptionError, match="silence_s is"):
         warmup(model, torch.randn(8, 64), silence_s=silence_s)
+
+
+def _check_past_limit(rank: int) -> list[str]:
+    """In mid-training, with another batch size, which Dynamo compiles on rank 0 alone."""
+    warnings = []
+    with (
+        torch._dynamo.config.patch(recompile_limit=8 if rank == 0 else 1),
+        mock.patch.object(_logs, "warning", lambda text, *args: warnings.append(text % args)),
+    ):
+        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
+        model = torch.compile(ddp, dynamic=False, **_options("auto"))
+        train(ddp, batches(rank, [(4, 64)] * 2), model)
+        (x,) = batches(rank, [(6, 64)])
+        warmup(model, x)
+        verified = verify(model, x)
+        assert verified.passed
+        assert "rank 1 compiled nothing" in verified.note
+        with ddpopt.config.patch(disagreement="error"):
+            warnings.append(error_of(lambda: warmup(model, x)))
+        train(ddp, [x] * 2, model)
+    return warnings
+
+
+def test_a_rank_that_compiles_nothing_more_is_named_on_all_and_ends_nothing(ranks: Ranks) -> None:
+    """Training goes on there as well, eagerly; with `config.disagreement` it is an error."""
+    for warnings in ranks.run(_check_past_limit):
+        said = [text for text in warnings if "rank 1 compiled nothing of" in text]
+        assert len(said) == 3
+        assert said[-1].startswith("DisagreementError: rank 1")
+
+
+def _warm_uncompiled(rank: int) -> str:
+    return error_of(lambda: warmup(DistributedDataParallel(MLP()), batches(rank, [(4, 64)])[0]))
+
+
+def test_where_no_rank_compiles_anything_all_say_what_to_give(ranks: Ranks) -> None:
+    for error in ranks.run(_warm_uncompiled):
+        assert error.startswith("OptionError: nothing in this model is compiled")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
+from ddpopt._torch import ddp as ddp_module
+from ddpopt._torch import names
 from tests.support.buckets import real_buckets
-from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks, error_of
 
@@ -89,6 +94,140 @@ def test_training_goes_on_with_exactly_the_planned_buckets(
 )
 def test_comm_hooks_stay(ranks: Ranks, hook: Any) -> None:
     ranks.run(_train_rebucketed, {}, "auto", hook, True)
+
+
+def _scale(factor, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value() * factor)
+
+
+def _with_refused_hook(rank: int, kinds: list[Any], name: str) -> None:
+    """Hooks that scale by a number, or are one of DDP's own; DDP refuses all but the first."""
+    expected, ddp = twins(MLP())
+    for model in (expected, ddp):
+        for place, kind in enumerate(kinds if model is ddp else kinds[:1]):
+            with pytest.raises(RuntimeError) if place else contextlib.nullcontext():
+                if isinstance(kind, dist.BuiltinCommHookType):
+                    model._register_builtin_comm_hook(kind)
+                else:
+                    model.register_comm_hook(kind, _scale)
+    inputs = batches(rank, [(4, 64)] * 3)
+    assert_equal_states(train(ddp, inputs), train(expected, inputs))
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    assert_equal_states(train(ddp, inputs), train(expected, inputs))
+    assert len(ddp._comm_hooks) == len(expected._comm_hooks)
+    assert ddp._get_ddp_logging_data()["comm_hook"] == name
+    ddpopt.rebucket(ddp, plan_of(ddp.module, (12,)))
+
+
+FP16 = dist.BuiltinCommHookType.FP16_COMPRESS
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name"), [([2, 3], "_scale"), ([2, FP16], "_scale"), ([FP16], str(FP16))], ids=str
+)
+def test_a_hook_that_ddp_refused_is_not_the_one_that_stays(
+    ranks: Ranks, kinds: list[Any], name: str
+) -> None:
+    ranks.run(_with_refused_hook, kinds, name)
+
+
+def test_a_copy_of_a_module_with_a_hook_may_have_one_of_its_own(one_rank: None) -> None:
+    """The first in its list is the original's then, which its Reducer does not have."""
+    ddp = DistributedDataParallel(MLP())
+    ddp.register_comm_hook(2, _scale)
+    copied = copy.deepcopy(ddp)
+    plan = plan_of(ddp.module, SIZES_OF_MLP)
+    ddpopt.rebucket(copied, plan)
+    assert "comm_hook" not in copied._get_ddp_logging_data()
+    copied = copy.deepcopy(ddp)
+    copied.register_comm_hook(3, _scale)
+    before = copied.reducer
+    with pytest.raises(ddpopt.errors.PlanError, match="of its 2 comm hooks one is in force"):
+        ddpopt.rebucket(copied, plan)
+    assert copied.reducer is before
+
+
+# ---- A Reducer that cannot be made -----------------------------------------------------------
+
+# A row of torch's names that a rebuild calls at each of its steps, by rank alone where True: in its
+# first steps a rank that raises leaves the others in an allreduce.
+STEPS_OF_A_REBUILD = {
+    names.HAS_REBUILT_BUCKETS: True,
+    names.REMOVE_AUTOGRAD_HOOKS: True,
+    names.ASSIGN_BUCKETS: True,
+    names.DDP_INIT_HELPER: True,
+    names.PREPARE_FOR_BACKWARD: False,
+    names.AUTOGRAD_HOOK: False,
+    names.REBUILD_BUCKETS: False,
+    names.COMM_HOOKS: True,
+}
+
+
+@contextlib.contextmanager
+def _failing_once(row: names.PrivateName) -> Iterator[None]:
+    """Let the next rebuild fail where it gets or sets this row once its preparations are over."""
+    is_prepared, is_over = False, False
+    make = ddp_module._Change.make
+
+    def note(*args: Any) -> Any:
+        nonlocal is_prepared
+        is_prepared = True
+        return make(*args)
+
+    def fail(method: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            nonlocal is_over
+            if self is row and is_prepared and not is_over:
+                is_over = True
+                raise MemoryError("no memory")
+            return method(self, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp_module._Change, "make", note)
+        for method in ("get", "set", "replaced_by"):
+            patch.setattr(names.PrivateName, method, fail(getattr(names.PrivateName, method)))
+        yield
+    assert is_over
+
+
+def _fail_at_each_step(rank: int, options: dict[str, Any]) -> list[str]:
+    errors = []
+    inputs = batches(rank, [(4, 64)] * 3)
+    for row, is_one_enough in STEPS_OF_A_REBUILD.items():
+        if options and not is_one_enough:
+            continue  # such a Reducer takes no first steps
+        for num_before in (0, 3):
+            expected, ddp = twins(MLP(), **options)
+            plan = plan_of(ddp.module, SIZES_OF_MLP)
+            for model in (expected, ddp):
+                model.register_comm_hook(2, _scale)
+                if num_before:
+                    train(model, inputs)
+                model.zero_grad()
+            before = real_buckets(ddp)
+            fails = rank == 1 or not is_one_enough
+            with _failing_once(row) if fails else contextlib.nullcontext():
+                errors.append(error_of(functools.partial(ddpopt.rebucket, ddp, plan)))
+            assert real_buckets(ddp) == before, str(row)
+            assert_equal_states(train(ddp, inputs), train(expected, inputs))
+            ddp.zero_grad()
+            ddpopt.rebucket(ddp, plan)
+            expected.zero_grad()
+            assert_equal_states(train(ddp, inputs), train(expected, inputs))
+    return errors
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_a_rebuild_that_fails_at_any_step_leaves_all_ranks_with_the_buckets_of_before(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
+    for errors in ranks.run(_fail_at_each_step, options):
+        assert errors
+        assert all("no memory" in error for error in errors), errors
 
 
 def _refuse(rank: int, case: str) -> str:
@@ -399,5 +538,5 @@ def test_rebucket_takes_a_plan_or_its_path_and_nothing_else(one_rank: None, tmp_
     for path in (tmp_path / "plan.json", str(tmp_path / "plan.json")):
         ddpopt.rebucket(ddp, path)
         assert len(real_buckets(ddp)) == len(SIZES_OF_MLP)
-    with pytest.raises(TypeError, match="a BucketPlan or the path of a saved one; this is a dict"):
+    with pytest.raises(TypeError, match="a dict; rebucket takes a BucketPlan or the path"):
         ddpopt.rebucket(ddp, {})  # type: ignore[arg-type]

@@ -23,17 +23,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import _torch
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.planning import AllreduceCost, decision, rebucket
 from ddpopt.planning import tuner as tuning
+from ddpopt.planning.decision import Decision, Verdict
 from ddpopt.ranks import meetings
 from ddpopt.split import compiler
 from ddpopt.split import state as records
 from ddpopt.steps import clock as clocks
 from tests.support.buckets import real_buckets
 from tests.support.logs import logged
-from tests.support.models import MLP, assert_equal_states, batches, train
-from tests.support.plans import plan_of
+from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
 SLOW = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)  # 8 ms for all, as long as computation
@@ -784,3 +786,41 @@ def test_a_search_can_be_made_once_more(ranks: Ranks) -> None:
     assert outcomes[1] == "buckets stay as they are"
     (_, slow), (_, free), (_, again) = first
     assert slow == again > free == 1
+
+
+def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[int]]:
+    """Rank 1 has no memory for a new Reducer: that of the plan, or that of the way back."""
+    make, num_made = _torch.ddp._Change.make, 0
+
+    def make_or_fail(change: Any, formation: Any) -> Any:
+        nonlocal num_made
+        num_made += 1
+        if rank == 1 and num_made == failing_change:
+            raise MemoryError("no memory")
+        return make(change, formation)
+
+    plan = plan_of(MLP(), SIZES_OF_MLP).to_json()
+    with (
+        _simulated(SLOW),
+        mock.patch.object(tuning, "decide", return_value=Decision("taken", plan, 0.5, True)),
+        mock.patch.object(tuning, "judge", return_value=Verdict("worse", is_worse=True)),
+        mock.patch.object(_torch.ddp._Change, "make", make_or_fail),
+    ):
+        expected, ddp = twins(MLP(), bucket_cap_mb=0.02)
+        compiled = torch.compile(
+            ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
+        )
+        inputs = batches(rank, [(4, 64)] * (JUDGED + 3))
+        assert_equal_states(train(ddp, inputs, compiled), train(expected, inputs))
+    return tuning.find_tuner(ddp).outcome, [len(bucket) for bucket in real_buckets(ddp)]
+
+
+@pytest.mark.parametrize(
+    ("failing_change", "has_plan"), [(1, False), (2, True)], ids=["the plan's", "the way back"]
+)
+def test_a_change_that_one_rank_cannot_make_is_made_by_none_and_training_goes_on(
+    ranks: Ranks, failing_change: int, has_plan: bool
+) -> None:
+    for outcome, sizes in ranks.run(_search_without_memory, failing_change):
+        assert "on rank 1: MemoryError: no memory" in outcome
+        assert (sizes == list(SIZES_OF_MLP)) == has_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -367,3 +368,52 @@ def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: N
             for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
                 torch.testing.assert_close(actual.grad, expected.grad)
     assert counters["inductor"]["fxgraph_cache_hit"] > 0
+
+
+# ---- Functions that Dynamo does not look into ----------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+torch.utils._pytree.register_dataclass(_Pair)
+
+
+@torch._dynamo.nonstrict_trace
+def _mix(pair: _Pair, options: dict[str, float]) -> tuple[_Pair, dict[str, list[torch.Tensor]]]:
+    mixed = _Pair(pair.first * options["scale"], pair.second + pair.first.sin())
+    return mixed, {"more": [pair.first.tanh()]}
+
+
+@torch._dynamo.nonstrict_trace
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+class _Untraced(MLP):
+    """Calls with pytrees, and one with a tensor, in several sections; one is called twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place in (1, 3):
+                pair, more = _mix(_Pair(x, x + 1), {"scale": 2.0})
+                x = pair.first + pair.second + more["more"][0]
+            if place in (2, 4):
+                x = _double(x)
+        return x
+
+
+def test_a_function_that_dynamo_does_not_look_into_is_called_in_its_section(one_rank: None) -> None:
+    """The graph has the function, and the structure of its arguments, as attributes."""
+    inputs = batches(0, [(4, 64)] * 3)
+    eager, ddp = twins(_Untraced(), bucket_cap_mb=0.02)
+    options = {"inner": "aot_eager", "split": "forward"}
+    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
+    cut = ddpopt.explain(ddp).cuts[-1]
+    assert cut.fallback is None
+    assert len(cut.sections) > 2

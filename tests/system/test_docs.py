@@ -351,7 +351,10 @@ def test_every_exception_is_shown_with_its_messages() -> None:
     raised = error_tables.exceptions().keys() - {"DDPOptError"}
     assert raised <= shown
     texts = [message.text for message in error_tables.messages()]
-    assert "world_size is <var>world_size</var>; it must be a whole number, 1 or more" in texts
+    assert (
+        "world_size is <var>world_size</var>; it must be a whole number, 1 or more, and below 1e+18"
+        in texts
+    )
 
 
 def test_every_warning_is_shown_with_names_for_its_placeholders() -> None:

@@ -5,6 +5,7 @@ Process groups are here too.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -15,7 +16,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,10 @@ from ddpopt._torch.dynamo import (
 )
 from ddpopt._torch.hidden import calls_users_code
 from ddpopt._torch.runtime import queue_callback, run_in_backward
-from ddpopt.errors import TorchDriftError
+from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.reducer import Parameter
+
+_T = TypeVar("_T")
 
 
 def active_ddp() -> DistributedDataParallel | None:
@@ -225,20 +228,40 @@ def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.
     return _describe(_name(ddp, dict.fromkeys([*ordered, *wanted])))
 
 
+def plain_names(names_of_module: Iterable[str]) -> dict[str, str]:
+    """What parameters or buffers with these names are called, whatever is wrapped around modules.
+
+    `layers._orig_mod.0.weight` is `layers.0.weight`: a module is the same one if it is compiled, or
+    checkpointed by torch's wrapper, and ranks or plans may differ in that. Of several whose names
+    would become equal each keeps its own.
+    """
+    wrappers = {names.ORIG_MOD.name, names.CHECKPOINT_WRAPPED.text}
+    plain = {}
+    for name in names_of_module:
+        plain[name] = ".".join(part for part in name.split(".") if part not in wrappers)
+    num_of = collections.Counter(plain.values())
+    return {name: short if num_of[short] == 1 else name for name, short in plain.items()}
+
+
 def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """The names that parameters have now, which those of `reducer_parameters` may not be."""
+    """The names by which the module has its parameters now.
+
+    Those of `reducer_parameters` are `plain_names`, and may be older ones.
+    """
     return {tensor: name for name, tensor in ddp.module.named_parameters()}
 
 
 def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list[_Reduced]:
     """Find the names of tensors in the module, and make some for those that left it."""
     name_of, named = names_now(ddp), []
+    plain_of = plain_names(name_of.values())
     for index, tensor in enumerate(tensors):
         name, is_sparse = name_of.get(tensor), False
         if name is not None:
             owner = ddp.module.get_submodule(name.rpartition(".")[0])
             is_sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
-        named.append(_Reduced(tensor, name or f"parameter {index}, replaced", is_sparse))
+        called = f"parameter {index}, replaced" if name is None else plain_of[name]
+        named.append(_Reduced(tensor, called, is_sparse))
     return named
 
 
@@ -512,19 +535,54 @@ def runs_optimizers(ddp: DistributedDataParallel) -> bool:
     return any(getattr(hook, "__module__", "").endswith(".ddp_zero_hook") for hook in hooks)
 
 
-def _registered_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """The Python comm hooks of the module's current Reducer, and their states.
+class _CommHook(NamedTuple):
+    """A comm hook in Python, or with `hook` None one of DDP's own in C++, of the kind `state`."""
 
-    Copies of a module have its list of hooks, but a Reducer without any.
+    hook: Any
+    state: Any
+
+
+def _possible_hooks(ddp: DistributedDataParallel) -> list[_CommHook]:
+    """The comm hook of the module's Reducer; several where it is one of these, which is not told.
+
+    A Reducer takes the first hook that it is given, and refuses all others. DDP's list has those as
+    well, and its log has the last one. If A is registered, then B, B is refused:
+
+        list [A, B], log "B", and A reduces gradients
+
+    A copy of a module, or a loaded one, has the list of the original, but a Reducer that has none
+    of these. If B is registered with a copy of a module that has A, B reduces gradients, and list
+    and log are the same as above.
     """
-    return list(names.COMM_HOOKS.get(ddp)) if _log_of(ddp).get(names.COMM_HOOK.text) else []
+    logged = str(_log_of(ddp).get(names.COMM_HOOK.text, ""))
+    if not logged:
+        return []
+    hooks = [_CommHook(hook, state) for hook, state in names.COMM_HOOKS.get(ddp)]
+    if logged.startswith("BuiltinCommHookType."):
+        kinds = names.BUILTIN_HOOKS.get().__members__
+        hooks.append(_CommHook(None, kinds[logged.rpartition(".")[2]]))
+    # `__setstate__` sets the process group before all else, the constructor does so later.
+    is_loaded = next(iter(vars(ddp))) == "process_group"
+    # LIMIT: one of DDP's own in C++, registered before the first in Python, is in force unseen:
+    # `_register_builtin_comm_hook`, which torch does not document, notes it nowhere but in the log.
+    return hooks if is_loaded else hooks[:1]
 
 
-def _builtin_hook(ddp: DistributedDataParallel) -> Any:
-    """The name of DDP's own comm hook in C++, which only the log keeps."""
-    name = str(_log_of(ddp).get(names.COMM_HOOK.text, ""))
-    kinds = names.BUILTIN_HOOKS.get()
-    return kinds.__members__.get(name.rpartition(".")[2]) if name.startswith("Builtin") else None
+def find_unknown_hook(ddp: DistributedDataParallel) -> str:
+    """Say why it is not known which comm hook reduces gradients; "" if it is."""
+    num_hooks = len(_possible_hooks(ddp))
+    if num_hooks < 2:
+        return ""
+    return (
+        f"of its {num_hooks} comm hooks one is in force, and DDP does not tell which: it is a copy "
+        "of a module that had one, or was loaded; register hooks with the module that "
+        "DistributedDataParallel's constructor makes"
+    )
+
+
+def _registered_hooks(ddp: DistributedDataParallel) -> list[_CommHook]:
+    """Those of the possible comm hooks that are in Python."""
+    return [each for each in _possible_hooks(ddp) if each.hook is not None]
 
 
 # ---- Gradients that wait to be reduced ---------------------------------------------------------
@@ -658,16 +716,25 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
     queue_callback()
 
 
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
 def replace_reducer(
     ddp: DistributedDataParallel,
     buckets: Sequence[Sequence[int]],
     caps_bytes: Sequence[int],
     num_arrivals: Mapping[int, int] | None = None,
+    settle: Callable[[Exception | None], None] = _raise,
 ) -> None:
     """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order. Collective.
 
-    It has the same comm hooks and options, see `GIVEN_BY`. Its first steps are behind it, so that
+    It has the same comm hook and options, see `GIVEN_BY`. Its first steps are behind it, so that
     it takes part in nothing that the one before would not: see `pass_first_steps`.
+
+    Whatever is raised, `ddp` has the buckets of before again, unless a PeerError says that it has
+    none.
 
     Args:
         ddp: the module; no gradient waits to be reduced.
@@ -676,53 +743,162 @@ def replace_reducer(
         num_arrivals: how often each gradient arrives in a backward of a static graph, on this rank,
             by parameter index; without those that never do. None if that is not known on some rank:
             then DDP has yet to learn it, in the next step.
+        settle: is called on all ranks behind each part that a rank does alone, with what this rank
+            has raised in it; raises on all ranks what one has raised.
     """
-    reduced = reducer_parameters(ddp)
-    hooks, own_hook = _registered_hooks(ddp), _builtin_hook(ddp)
-    # Before anything is changed: a name that has moved leaves the Reducer in place.
-    for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
-        row.get(names.REDUCER.get(ddp))
-    # The Reducer alone may hold the nodes that accumulate gradients, and with them users' hooks.
-    nodes = [accumulate_node(tensor) for tensor in reduced]
-    arrival = list(itertools.chain.from_iterable(buckets))
-    num_in_order = dict.fromkeys(arrival, 1)
-    has_gradient = set(arrival)
-    if ddp.static_graph and num_arrivals is not None:
-        num_in_order = {index: num_arrivals[index] for index in arrival if index in num_arrivals}
-        has_gradient = used_in_static_graph(ddp)
-    names.CAPS_BYTES.set(list(caps_bytes), ddp)
-    if names.BUCKET_CONFIG.is_expected:
-        config = names.BUCKET_CONFIG.get(ddp)
-        changed = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
-        names.BUCKET_CONFIG.set(changed, ddp)
-    names.HAS_REBUILT_BUCKETS.set(False, ddp)
-    _drop_reducer(ddp)
-    # DDP reverses the buckets that it is given.
-    assigned = ([list(bucket) for bucket in reversed(buckets)], list(reversed(caps_bytes)))
+
+    def do_alone(part: Callable[[], _T]) -> _T:
+        # All ranks are to have the same Reducer: if one cannot go on, for want of memory for one,
+        # no other may.
+        problem, done = None, None
+        try:
+            done = part()
+        except Exception as error:
+            problem = error
+        settle(problem)
+        return done  # type: ignore[return-value]  # `settle` has raised the problem
+
+    change = do_alone(lambda: _Change(ddp, buckets, caps_bytes, num_arrivals))
+    # Whether all ranks are at the same place, so that the way back may communicate.
+    are_together = True
     try:
-        with names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned):
-            make_reducer(ddp, list(reduced), list(reduced.values()))
-        del nodes
-        # One that looks for unused parameters keeps the buckets that it is made with.
-        is_known = not ddp.static_graph or num_arrivals is not None
-        if follows_arrival_order(ddp) and is_known:
-            pass_first_steps(ddp, num_in_order, has_gradient)
+        gradients = do_alone(lambda: change.make(change.after))
+        are_together = False
+        change.pass_first_steps(change.after, gradients)
+        are_together = True
+        do_alone(change.register_hook)
     except Exception as error:
-        # No memory for the buckets, for one. Other ranks have the new ones, so that this one cannot
-        # go back.
-        error.add_note(
-            "ddpopt was giving this DistributedDataParallel new buckets, and it has none now: do "
-            "not go on, and start all ranks again"
-        )
+        try:
+            gradients = change.make(change.before)
+            if are_together:
+                change.pass_first_steps(change.before, gradients)
+            change.register_hook()
+        except Exception as failure:
+            raise PeerError(
+                "ddpopt was giving this DistributedDataParallel new buckets, which failed "
+                f"({error}), and then those that it had, which failed too ({failure}): it has none "
+                "now; do not go on, and start all ranks again"
+            ) from error
         raise
-    names.COMM_HOOKS.set([], ddp)
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
-    if own_hook is not None:
-        names.REGISTER_BUILTIN_HOOK.get(ddp)(own_hook)
-    manual = "require_manual_backward_finalization"
-    if getattr(ddp, manual, False):
-        setattr(ddp, manual, True)  # the module remembers it; setting it tells the Reducer
+
+
+class _Formation(NamedTuple):
+    """How a Reducer gets its buckets."""
+
+    # By parameter index, in launch order. None if the Reducer does not tell those that it has: one
+    # like it forms them as DDP's constructor does.
+    buckets: Sequence[Sequence[int]] | None
+    # DDP's two attributes with the limits of buckets; the second one is None where torch lacks it.
+    caps_bytes: Sequence[int]
+    config: Any
+    # How often each gradient arrives in the Reducer's first steps, in the order of arrival; None if
+    # it takes these steps in training.
+    num_arrivals: Mapping[int, int] | None
+
+
+class _Change:
+    """A change of a module's Reducer, and the way back.
+
+    What can be found missing is found missing here, while the Reducer of before is in place.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        buckets: Sequence[Sequence[int]],
+        caps_bytes: Sequence[int],
+        num_arrivals: Mapping[int, int] | None,
+    ) -> None:
+        if unknown := find_unknown_hook(ddp):
+            raise PlanError(unknown)
+        for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
+            row.get(names.REDUCER.get(ddp))
+        self._ddp = ddp
+        self._hooks = _possible_hooks(ddp)
+        if any(each.hook is None for each in self._hooks):
+            names.REGISTER_BUILTIN_HOOK.get(ddp)
+        self._reduced = reducer_parameters(ddp)
+        # The Reducer alone may hold the nodes that accumulate gradients, and so users' hooks.
+        self._nodes = [accumulate_node(tensor) for tensor in self._reduced]
+        # The parameters, by index, to which DDP gives a gradient.
+        self._has_gradient: Collection[int] = range(len(self._reduced))
+        if ddp.static_graph and num_arrivals is not None:
+            self._has_gradient = used_in_static_graph(ddp)
+        self.before = self._present_formation(num_arrivals)
+        config = self.before.config
+        if config is not None:
+            config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
+        arrivals = self._arrivals(buckets, num_arrivals)
+        self.after = _Formation(buckets, list(caps_bytes), config, arrivals)
+
+    def _present_formation(self, num_arrivals: Mapping[int, int] | None) -> _Formation:
+        ddp, buckets, arrivals = self._ddp, None, None
+        if (asked := _ask_buckets(ddp)) is not None:
+            buckets = []
+            for bucket in asked:
+                buckets.append([self._reduced[tensor].index for tensor in bucket])
+            if not will_rebuild_buckets(ddp):
+                arrivals = self._arrivals(buckets, num_arrivals)
+        config = names.BUCKET_CONFIG.get(ddp) if names.BUCKET_CONFIG.is_expected else None
+        return _Formation(buckets, list(names.CAPS_BYTES.get(ddp)), config, arrivals)
+
+    def _arrivals(
+        self, buckets: Sequence[Sequence[int]], num_arrivals: Mapping[int, int] | None
+    ) -> Mapping[int, int] | None:
+        """The arrivals of a Reducer's first steps; None if it is to take these in training."""
+        # One that looks for unused parameters keeps the buckets that it is made with.
+        if not follows_arrival_order(self._ddp):
+            return None
+        arrival = list(itertools.chain.from_iterable(buckets))
+        if not self._ddp.static_graph:
+            return dict.fromkeys(arrival, 1)
+        if num_arrivals is None:
+            return None
+        return {index: num_arrivals[index] for index in arrival if index in num_arrivals}
+
+    def make(self, formation: _Formation) -> list[torch.Tensor | None]:
+        """Make a Reducer in place of the present one; return gradients for its first steps."""
+        ddp = self._ddp
+        names.CAPS_BYTES.set(list(formation.caps_bytes), ddp)
+        if formation.config is not None:
+            names.BUCKET_CONFIG.set(formation.config, ddp)
+        names.HAS_REBUILT_BUCKETS.set(False, ddp)
+        if names.REDUCER.get(ddp) is not None:
+            _drop_reducer(ddp)
+        form: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if formation.buckets is not None:
+            # DDP reverses the buckets that it is given.
+            reversed_buckets = [list(bucket) for bucket in reversed(formation.buckets)]
+            assigned = (reversed_buckets, list(reversed(formation.caps_bytes)))
+            form = names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned)
+        with form:
+            make_reducer(ddp, list(self._reduced), list(self._reduced.values()))
+        gradients: list[torch.Tensor | None] = []
+        arriving = formation.num_arrivals or {}
+        for tensor, parameter in self._reduced.items():
+            is_used = parameter.index in arriving and parameter.index in self._has_gradient
+            gradients.append(torch.zeros_like(tensor) if is_used else None)
+        return gradients
+
+    def pass_first_steps(
+        self, formation: _Formation, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Take the new Reducer through its first steps, if these are known. Collective."""
+        if formation.num_arrivals is not None:
+            pass_first_steps(self._ddp, formation.num_arrivals, gradients)
+
+    def register_hook(self) -> None:
+        """Give the new Reducer the comm hook of the one before."""
+        names.COMM_HOOKS.set([], self._ddp)
+        for hook, state in self._hooks:
+            if hook is None:
+                names.REGISTER_BUILTIN_HOOK.get(self._ddp)(state)
+            else:
+                self._ddp.register_comm_hook(state, hook)
+        manual = "require_manual_backward_finalization"
+        if getattr(self._ddp, manual, False):
+            # The module remembers it; setting it tells the Reducer.
+            setattr(self._ddp, manual, True)
 
 
 def _drop_reducer(ddp: DistributedDataParallel) -> None:
@@ -757,7 +933,9 @@ def make_reducer(
 
 
 def pass_first_steps(
-    ddp: DistributedDataParallel, num_arrivals: Mapping[int, int], has_gradient: Collection[int]
+    ddp: DistributedDataParallel,
+    num_arrivals: Mapping[int, int],
+    gradients_of_zeros: Sequence[torch.Tensor | None],
 ) -> None:
     """Take a new Reducer to where any other is from its third step on. Collective.
 
@@ -774,7 +952,8 @@ def pass_first_steps(
         num_arrivals: how often each gradient arrives in a backward, by parameter index, in the
             order in which buckets are to be formed. Without those that never arrive on this rank,
             as there may be in a static graph.
-        has_gradient: the parameters, by index, to which DDP gives the ranks' average.
+        gradients_of_zeros: what arrives, by parameter index; None for those to which DDP does not
+            give the ranks' average.
     """
     reducer = names.REDUCER.get(ddp)
     arrive = names.AUTOGRAD_HOOK.get(reducer)
@@ -788,9 +967,8 @@ def pass_first_steps(
                 arrive(index)
 
     try:
-        for index, tensor in enumerate(tensors):
-            is_used = index in num_arrivals and index in has_gradient
-            tensor.grad = torch.zeros_like(tensor) if is_used else None
+        for tensor, zeros in zip(tensors, gradients_of_zeros, strict=True):
+            tensor.grad = zeros
         if ddp.static_graph:
             prepare_reducer(ddp)
             begin_backward([])
@@ -951,6 +1129,7 @@ def _copy_ddp(
     names.MODULE_PARAMETERS.set(own, twin)
     names.ASSIGN_BUFFERS.get(twin)()
     copied_by_name = dict(module.named_parameters(remove_duplicate=False))
+    # By the module's own names, which the copy has too.
     name_of, tensors = names_now(ddp), []
     for tensor in (reduced := reducer_parameters(ddp)):
         is_there = tensor in name_of

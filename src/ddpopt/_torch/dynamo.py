@@ -558,6 +558,11 @@ def dynamo_value(node: fx.Node) -> Any:
     return node.meta.get(names.EXAMPLE_VALUE.text)
 
 
+def forget_dynamo_value(node: fx.Node) -> None:
+    """Take from a node of a copy what Dynamo found it to return."""
+    node.meta.pop(names.EXAMPLE_VALUE.text, None)
+
+
 def traced_value(node: fx.Node) -> Any:
     """What a node returned when it was traced, by Dynamo or else into a graph of ATen."""
     return node.meta.get(names.EXAMPLE_VALUE.text, node.meta.get(names.VALUE.text))

@@ -496,6 +496,12 @@ _NODE, _GRAPH_META, _LOG = "node metadata", "graph metadata", "entry of DDP's lo
 _PLACEHOLDER, _KEYWORD = "placeholder name", "keyword of Inductor's inner compiler"
 _IS_DRIFT = "TorchDriftError, the graph is not cut: "
 
+CHECKPOINT_WRAPPED = PrivateText(
+    "the names of what is in an activation checkpoint's wrapper",
+    "_checkpoint_wrapped_module",
+    Need.REBUCKET,
+    "a plan is refused for a module that is wrapped once it was made",
+)
 EXAMPLE_VALUE = PrivateText(
     _NODE, "example_value", Need.SPLIT, _IS_DRIFT + "it would seem to write to no memory"
 )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._text import quote
 from ddpopt._values import Limits, check_boolean, check_number
 from ddpopt.errors import OptionError
 from ddpopt.reducer import Parameter
@@ -110,7 +111,9 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
                 "hierarchical=False"
             )
         if not given.isdecimal() or not int(given):
-            raise OptionError(f"LOCAL_WORLD_SIZE is {given!r}; it must be a whole number above 0")
+            raise OptionError(
+                f"LOCAL_WORLD_SIZE is {quote(given)}; it must be a whole number above 0"
+            )
         size = int(given)
         if num_ranks % size:
             raise OptionError(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._text import quote
 from ddpopt.algorithms.algorithm import Algorithm, HandleT, Training
 from ddpopt.algorithms.optimizer_state import send_states
 from ddpopt.algorithms.value_text import text_of
@@ -75,7 +76,7 @@ def _check(training: Training, algorithm: Any) -> None:
     """Raise why `algorithm` cannot be attached to `training`, as far as this rank knows."""
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
-            f"the algorithm is {algorithm!r}; give one of ddpopt.algorithms, such as "
+            f"the algorithm is {quote(algorithm)}; give one of ddpopt.algorithms, such as "
             "Decentralized()"
         )
     _check_is_free(training.ddp)

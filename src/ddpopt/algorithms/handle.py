@@ -28,6 +28,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from ddpopt import _logs, _torch
+from ddpopt._text import quote
 from ddpopt._values import WHOLE, check_number
 from ddpopt.algorithms.algorithm import Algorithm, Training
 from ddpopt.algorithms.comm import FlatWeights, Groups, Worker, ring_bytes
@@ -209,7 +210,7 @@ class Handle:
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise OptionError(
-                    f"the state's {name!r} is {state.get(name)!r}, and {value!r} is attached; "
+                    f"the state's {name!r} is {quote(state.get(name))}, and {value!r} is attached; "
                     "attach the algorithm that the state was saved from"
                 )
         for name in _COUNTERS:

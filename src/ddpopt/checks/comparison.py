@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._values import Limits, check_kind, check_number
 from ddpopt.checks.copies import Outcome, dtype_name
+from ddpopt.errors import OptionError
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-7,
@@ -56,7 +58,11 @@ def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
     `tolerances` overrides `TOLERANCES`.
     """
     limits = {}
+    remedy = "give relative errors by dtype, as {torch.float32: 1e-2}"
+    check_kind("tolerances", tolerances, Mapping, remedy, OptionError)
     for dtype, limit in {**TOLERANCES, **tolerances}.items():
+        check_kind("a key of tolerances", dtype, torch.dtype, remedy, OptionError)
+        check_number(f"tolerances[{dtype}]", limit, Limits(at_least=0, below=None), OptionError)
         limits[dtype_name(dtype)] = limit
         if dtype is torch.float32:
             limits[_TF32] = max(limit, _TF32_TOLERANCE)

@@ -51,7 +51,7 @@ class DryRun:
         silence_s: seconds without a sign of life after which a rank counts as lost.
 
     Raises:
-        OptionError: `silence_s` is not a positive number of seconds.
+        OptionError: `silence_s` is not a positive number of seconds, or there is no batch.
         TypeError: there is no DistributedDataParallel in the model.
     """
 
@@ -64,6 +64,10 @@ class DryRun:
         silence_s: float,
     ) -> None:
         self.model, self.ddp = model, state.ddp_of(model)
+        if batch is None:
+            raise OptionError(
+                "the batch is None; give a tensor, a tuple or a mapping, or () for none"
+            )
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         check_number("silence_s", silence_s, POSITIVE, OptionError)
         if why := why_no_meeting(self.ddp.process_group):
@@ -153,11 +157,16 @@ class Rehearsal:
         loss, dtypes = self.forward(_copies.copy_batch(batch, OptionError))
         self.backward(loss)
         gradients: dict[str, torch.Tensor | None] = {}
-        for name, parameter in self.ddp.module.named_parameters():
-            if parameter.requires_grad:
-                gradient = parameter.grad
-                gradients[name] = None if gradient is None else gradient.detach().clone()
-        buffers = _copies.copy_buffers(self.ddp.module)
+        # Ranks compare by names, and may differ in what is compiled.
+        parameters = dict(self.ddp.module.named_parameters())
+        for name, called in _torch.plain_names(parameters).items():
+            if parameters[name].requires_grad:
+                gradient = parameters[name].grad
+                gradients[called] = None if gradient is None else gradient.detach().clone()
+        copied_buffers = _copies.copy_buffers(self.ddp.module)
+        buffers = {}
+        for name, called in _torch.plain_names(copied_buffers).items():
+            buffers[called] = copied_buffers[name]
         return Outcome(loss.detach().clone(), gradients, buffers, dtypes)
 
 

@@ -29,6 +29,8 @@ from ddpopt.errors import OptionError, PeerError
 from ddpopt.planning.batch import LossFn
 from ddpopt.planning.randomness import same_randomness
 from ddpopt.ranks.agree import all_gather_object
+from ddpopt.ranks.store import name_ranks
+from ddpopt.split import state
 
 _NUM_STEPS = 2  # DDP has one bucket in the first, its final ones in the second
 _SHOWN = 5  # of the errors above the tolerance, in the text
@@ -121,8 +123,9 @@ def verify(
 
     Raises:
         PeerError: another rank raised, exited, hangs, or did not make this call.
-        OptionError: nothing is compiled with `backend="ddpopt"`, model or batch cannot be copied,
-            all parameters are frozen, or the loss is not a scalar.
+        DisagreementError: as `warmup`.
+        OptionError: nothing is compiled with `backend="ddpopt"` on any rank, model or batch cannot
+            be copied, all parameters are frozen, or the loss is not a scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
     run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
@@ -145,7 +148,8 @@ def verify(
 
         def compare(stance: str) -> Verification:
             errors = _attempt(run, lambda: compare_steps(step(stance), eager_steps))
-            return _judge(run.ddp, _Report(errors, precision, is_apart, limits))
+            is_compiled = bool(state.get(compiled.ddp).cuts)
+            return _judge(run.ddp, _Report(errors, precision, is_apart, is_compiled, limits))
 
         verification = compare("default")
         if verification.passed:
@@ -231,6 +235,7 @@ class _Report(NamedTuple):
     errors: StepErrors
     precision: str  # the name of the coarsest dtype; see `precision_of`
     is_apart: bool  # whether code was compiled for the copy alone
+    is_compiled: bool  # whether any was compiled; Dynamo may be past its limits
     limits: dict[str, float]  # the tolerances by the names of dtypes, from fine to coarse
 
 
@@ -242,9 +247,14 @@ def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
     limits = reports[0].limits
     from_fine_to_coarse = list(limits)
     dtype = max((each.precision for each in reports), key=from_fine_to_coarse.index)
-    note = ""
+    notes = []
     if any(each.is_apart for each in reports):
-        note = "random numbers were drawn as eager draws them, so training's code is compiled anew"
+        notes.append(
+            "random numbers were drawn as eager draws them, so training's code is compiled anew"
+        )
+    eager = [rank for rank, each in enumerate(reports) if not each.is_compiled]
+    if eager:
+        notes.append(f"{name_ranks(eager)} compiled nothing, so these steps were eager there")
     return Verification(
         gradients=errors.gradients,
         buffers=errors.buffers,
@@ -253,5 +263,5 @@ def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
         dtype=dtype,
         num_ranks=len(reports),
         worst_rank=worst_of_ranks.index(max(worst_of_ranks)),
-        note=note,
+        note="; ".join(notes),
     )

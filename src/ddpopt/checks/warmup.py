@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +15,7 @@ from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
 from ddpopt.ranks.agree import Fact, all_gather_object, find_difference
+from ddpopt.ranks.store import name_ranks
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
 
@@ -48,9 +49,10 @@ def warmup(
 
     Raises:
         PeerError: another rank raised, exited, hangs, or did not make this call.
-        DisagreementError: ranks have different models, with `config.disagreement = "error"`.
-        OptionError: nothing is compiled with `backend="ddpopt"`, model or batch cannot be copied,
-            all parameters are frozen, or the loss is not a scalar.
+        DisagreementError: ranks have different models, or some compile nothing, with
+            `config.disagreement = "error"`; otherwise all ranks warn.
+        OptionError: nothing is compiled with `backend="ddpopt"` on any rank, model or batch cannot
+            be copied, all parameters are frozen, or the loss is not a scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
     compile_ahead(DryRun(ddp_model, batch, loss_fn, "warmup", silence_s))
@@ -61,42 +63,58 @@ def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
     rehearsal, _ = run.step_locally(is_apart=is_apart)
     state_of_copy = state.get(rehearsal.ddp)
     with run.stage("comparing"):
-        if not state_of_copy.cuts:
-            raise OptionError(_not_compiled(run.model))
         if not is_apart:
             # Training will run the code of the copy, and go on with the search for better buckets
             # that the copy's first forward began.
             state.get(run.ddp).code += state_of_copy.code
             tuner.continue_search(rehearsal.ddp, run.ddp)
         facts = _facts_of(run.ddp, state_of_copy.cuts)
-    _compare_models(run.ddp, facts)
+    # In mid-training one rank alone may compile nothing more, past Dynamo's limit of recompiles.
+    problem = "" if state_of_copy.cuts else _not_compiled(run.model)
+    _compare_models(run.ddp, _Report(facts, problem))
     return rehearsal
 
 
-def _compare_models(ddp: DistributedDataParallel, facts: Sequence[Fact]) -> None:
-    """Warn or raise on all ranks if they compile for different DDP modules. Collective.
+class _Report(NamedTuple):
+    """What a rank tells the others: facts of what it compiled for, or why it compiled nothing."""
 
-    Otherwise they would average gradients of different parameters, or wait for each other.
+    facts: Sequence[Fact]
+    problem: str
+
+
+def _compare_models(ddp: DistributedDataParallel, report: _Report) -> None:
+    """Warn or raise on all ranks if they compile for different DDP modules, or some do not compile.
+
+    Otherwise they would average gradients of different parameters, or wait for each other. It is
+    collective.
 
     Raises:
         DisagreementError: they do, and `config.disagreement` is "error".
+        OptionError: no rank has compiled anything.
         PeerError: a rank did not make this call.
     """
-    facts_by_rank = all_gather_object(ddp, tuple(facts), "comparing what ranks compile for")
+    reports = all_gather_object(ddp, report, "comparing what ranks compile for")
+    uncompiled = [rank for rank, each in enumerate(reports) if each.problem]
+    if len(uncompiled) == len(reports):
+        raise OptionError(report.problem)
+    name = f"DistributedDataParallel({type(ddp.module).__name__})"
+    texts = []
+    if uncompiled:
+        texts.append(
+            f"{name_ranks(uncompiled)} compiled nothing of {name}, as others did, and runs it "
+            f"eagerly, which the others wait for: {reports[uncompiled[0]].problem}"
+        )
     difference = find_difference(
-        facts_by_rank,
+        [each.facts for each in reports],
         "gradients are averaged in the order of parameters, whatever their names: build model and "
         "DDP alike on all ranks, with the same releases",
     )
-    if difference is None:
-        return
-    text = (
-        f"ranks compiled for different DistributedDataParallel({type(ddp.module).__name__}) "
-        f"modules: {difference}"
-    )
-    if config.disagreement == "error":
-        raise DisagreementError(text)
-    _logs.warning("%s", text)
+    if difference is not None:
+        texts.append(f"ranks compiled for different {name} modules: {difference}")
+    if texts and config.disagreement == "error":
+        raise DisagreementError("; ".join(texts))
+    for text in texts:
+        _logs.warning("%s", text)
 
 
 def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:

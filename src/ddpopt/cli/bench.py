@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._text import count, format_ms
+from ddpopt._text import count, format_ms, quote
 from ddpopt.cli.inputs import Loaded, find_factory, torchrun_group
 from ddpopt.cli.output import InputError, Report, Screen, Table
 from ddpopt.options import resolve_options
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     names = [name.strip() for name in args.peers.split(",")] if args.peers else list(PEERS)
     for name in names:
         if name not in PEERS:
-            raise InputError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+            raise InputError(f"there is no peer {quote(name)}; there are {', '.join(PEERS)}")
     resolve_options(None, {"inner": args.inner})
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
         results, failures = _measure(args, list(dict.fromkeys(names)), screen)

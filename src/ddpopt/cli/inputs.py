@@ -25,9 +25,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._text import quote
 from ddpopt.cli.output import InputError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MOST_DIGITS = 9
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
@@ -48,7 +50,8 @@ def find_factory(text: str) -> Callable[[], Loaded]:
     module, _, name = text.rpartition(":")
     if not module or not name:
         raise InputError(
-            f"{text!r} names no factory; write package.module:factory or path/to/file.py:factory"
+            f"{quote(text)} names no factory; write package.module:factory or "
+            "path/to/file.py:factory"
         )
     value: Any
     with _blaming(f"importing {module}"):
@@ -57,7 +60,7 @@ def find_factory(text: str) -> Callable[[], Loaded]:
         if not hasattr(value, attribute):
             similar = difflib.get_close_matches(attribute, dir(value), n=3)
             hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
-            raise InputError(f"{module} has no {name!r}{hint}")
+            raise InputError(f"{module} has no {quote(name)}{hint}")
         value = getattr(value, attribute)
     if not callable(value):
         raise InputError(f"{text} is a {type(value).__name__}; a factory is a function")
@@ -73,7 +76,7 @@ def _import_module(name: str) -> types.ModuleType:
         if not error.name or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that it imports is missing
         raise InputError(
-            f"there is no module {error.name!r} in the current folder or among the installed "
+            f"there is no module {quote(error.name)} in the current folder or among the installed "
             "packages; for a file write path/to/file.py:factory"
         ) from error
 
@@ -171,8 +174,10 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
 
 def _use_own_gpu() -> None:
     local_rank, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if not local_rank.isdecimal():
-        raise InputError(f"LOCAL_RANK is {local_rank!r}, which is no number; start by torchrun")
+    if not local_rank.isdecimal() or len(local_rank) > _MOST_DIGITS:
+        raise InputError(
+            f"LOCAL_RANK is {quote(local_rank)}, which is no number of a process; start by torchrun"
+        )
     if int(local_rank) >= num_gpus:
         raise InputError(
             f"LOCAL_RANK is {local_rank}, but this machine has {num_gpus} GPUs, and nccl needs one "

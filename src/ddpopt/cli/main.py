@@ -10,20 +10,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ddpopt._text import check_can_write, installed_version
+from ddpopt._text import check_can_write, installed_version, quote
 from ddpopt.cli.output import LATENCY_US, Report, Screen
 from ddpopt.errors import DDPOptError, PlanError, TorchDriftError, UnsupportedModeError
 from ddpopt.planning.costs import ALGORITHMS
 from ddpopt.planning.simulation import parse_bandwidth
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
+_MOST_DIGITS, _MOST_MIB = 18, 1e9
 _EXIT_STATUS = "Exit status: 0 fine, 1 the check or the work failed, 2 bad input, 130 Ctrl-C."
 _T = TypeVar("_T")
 _Parser = argparse.ArgumentParser
@@ -119,7 +119,7 @@ def _explain(command: _Parser) -> None:
 
 def _simulate(command: _Parser) -> None:
     command.set_defaults(command="commands:run_simulate")
-    command.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    command.add_argument("--world-size", type=_whole, required=True, help="number of ranks")
     link = "of a node's link, such as 10gbit; default: the ring that the plan's cost implies"
     command.add_argument("--bandwidth", type=_bandwidth, help=link)
     _add_cluster(command)
@@ -140,12 +140,12 @@ def _add_cluster(command: _Parser) -> None:
     add = command.add_argument_group("links").add_argument
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
     latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
-    add("--latency-us", type=float, help=latency)
-    add("--ranks-per-node", type=int, help="between which bytes cost nothing (default: 1)")
+    add("--latency-us", type=_real, help=latency)
+    add("--ranks-per-node", type=_whole, help="between which bytes cost nothing (default: 1)")
     add = command.add_argument_group("stragglers").add_argument
     mean = "mean delay of a rank as a part of its computation, such as 0.02"
-    add("--stragglers", type=float, default=0.0, metavar="MEAN", help=mean)
-    add("--seed", type=int, default=0, help="of the delay (default 0)")
+    add("--stragglers", type=_real, default=0.0, metavar="MEAN", help=mean)
+    add("--seed", type=_seed, default=0, help="of the delay (default 0)")
 
 
 def _calibrate(command: _Parser) -> None:
@@ -210,17 +210,37 @@ def _output(text: str) -> Path:
 
 @_argument
 def _whole(text: str) -> int:
-    if not text.strip().isdecimal() or not int(text):
-        raise PlanError(f"{text!r} is no whole number above 0")
-    return int(text)
+    digits = text.strip()
+    # Python reads no more than 4300 digits.
+    if not digits.isdecimal() or len(digits) > _MOST_DIGITS or not int(digits):
+        raise PlanError(
+            f"{quote(text)} is no whole number above 0, of at most {_MOST_DIGITS} digits"
+        )
+    return int(digits)
+
+
+@_argument
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise PlanError(f"{quote(text)} is no number, such as 0.5") from error
+
+
+@_argument
+def _seed(text: str) -> int:
+    digits = text.strip()
+    if not digits.isdecimal() or len(digits) > _MOST_DIGITS:
+        raise PlanError(f"{quote(text)} is no whole number of at most {_MOST_DIGITS} digits")
+    return int(digits)
 
 
 @_argument
 def _megabytes(text: str) -> float:
     with contextlib.suppress(ValueError):  # it is no number
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) < _MOST_MIB:
             return float(text)
-    raise PlanError(f"{text!r} is no size above 0 in MiB, such as 25 or 0.5")
+    raise PlanError(f"{quote(text)} is no size above 0 in MiB, such as 25 or 0.5, and below 1e9")
 
 
 def _cap(text: str) -> float | None:

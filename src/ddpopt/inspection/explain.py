@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._text import format_ms
+from ddpopt._values import check_kind
 from ddpopt.errors import TorchDriftError
 from ddpopt.inspection.explanation import BucketReport, Explanation
 from ddpopt.inspection.metrics import source_of
@@ -39,9 +40,11 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
             plan that assigned its buckets, or of what `buckets="auto"` found.
 
     Raises:
-        TypeError: there is no DistributedDataParallel at the top of `model`.
+        TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
     """
     ddp = state.ddp_of(model)
+    if plan is not None:
+        check_kind("plan", plan, BucketPlan, "give what ddpopt.plan returned", TypeError)
     ddp_state = state.get(ddp)
     buckets = _find_buckets(ddp, ddp_state.cuts)
     recording = recording_of(ddp)
@@ -178,7 +181,9 @@ def _relate(
 
 def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timeline | None:
     """The iteration with these buckets; None if the plan is for other parameters."""
-    gradient_of = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
+    given = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
+    # It may be of the module before it was compiled, or the other way round.
+    gradient_of = {called: given[name] for name, called in _torch.plain_names(given).items()}
     names_by_bucket = [bucket.actual or bucket.planned for bucket in buckets]
     all_names = [name for names in names_by_bucket for name in names]
     if sorted(all_names) != sorted(gradient_of):

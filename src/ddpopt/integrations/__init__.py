@@ -12,6 +12,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs
+from ddpopt._text import quote
 from ddpopt.errors import OptionError
 from ddpopt.inspection.explain import explain
 from ddpopt.inspection.explanation import Explanation
@@ -38,8 +39,8 @@ class Reporter:
         # Raise now what compiling would raise later.
         if mode is not None and options is not None:
             raise OptionError(
-                f"mode is {mode!r} and options are {dict(options)}; torch.compile takes one of the "
-                "two"
+                f"mode is {quote(mode)} and options are {quote(dict(options))}; torch.compile "
+                "takes one of the two"
             )
         resolve_options(mode, options)
         self._compile_args: dict[str, Any] = {"options": options, "mode": mode, "dynamic": dynamic}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from ddpopt._text import quote
 from ddpopt.errors import DDPOptError, PlanError
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -54,6 +55,11 @@ def find_loss(
     Raises:
         error: there is no such tensor, or `loss_fn` returns no such scalar.
     """
+    if loss_fn is not None and not callable(loss_fn):
+        raise error(
+            f"the loss function is {quote(loss_fn)}, a {type(loss_fn).__name__}; give one that "
+            "takes the model's output and returns a scalar"
+        )
     loss = _own_loss(output) if loss_fn is None else loss_fn(output)
     if _is_loss(loss):
         return loss

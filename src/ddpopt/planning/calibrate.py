@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ddpopt._values import check_kind
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Device, fit_cost
 from ddpopt.steps.clock import Clock, read_host
@@ -41,6 +42,9 @@ def calibrate(
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
     """
+    if group is not None:
+        remedy = "give a process group, or None for the default one"
+        check_kind("group", group, dist.ProcessGroup, remedy, TypeError)
     num_ranks = dist.get_world_size(group)
     if num_ranks < 2:
         raise PlanError("a process group of one rank communicates nothing; there is no cost")

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpopt._values import POSITIVE, POSITIVE_WHOLE, Limits, check_number
+from ddpopt._text import quote
+from ddpopt._values import BEYOND, POSITIVE, RANKS, Limits, check_kind, check_number
 from ddpopt.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
-_BEYOND = 1e18  # numbers are smaller, so that what is computed from them stays finite
 _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 
 
@@ -41,7 +41,7 @@ class Gradient:
     def __post_init__(self) -> None:
         _check_text(self, "name", "group")
         # 0 for a parameter without elements.
-        sizes = Limits(at_least=0, below=_BEYOND, is_whole=True)
+        sizes = Limits(at_least=0, below=BEYOND, is_whole=True)
         check_number("Gradient.num_bytes", self.num_bytes, sizes, PlanError)
         _check(self, "ready_s")
 
@@ -103,6 +103,10 @@ class Profile:
     def __post_init__(self) -> None:
         _check(self, *_PROFILE_TIMES)
         _check_text(self, "source")
+        remedy = "give a tuple of Gradient"
+        check_kind("Profile.gradients", self.gradients, (tuple, list), remedy, PlanError)
+        for gradient in self.gradients:
+            check_kind("one of Profile.gradients", gradient, Gradient, remedy, PlanError)
         ready = [gradient.ready_s for gradient in self.gradients]
         if not ready:
             raise PlanError("a profile has no gradients; the model has no parameter to reduce")
@@ -119,7 +123,7 @@ class Profile:
         check_keys(cls, content, place)
         listed = content["gradients"]
         if not isinstance(listed, list):
-            raise PlanError(f"{place}.gradients is {listed!r}; it must be a list")
+            raise PlanError(f"{place}.gradients is {quote(listed)}; it must be a list")
         gradients = tuple(
             Gradient.from_dict(gradient, f"{place}.gradients[{index}]")
             for index, gradient in enumerate(listed)
@@ -230,11 +234,11 @@ class Network:
         _check(self, "latency_s", "launch_s", "node_latency_s")
         _check(self, "interference", below=1)
         _check(self, "contention", at_least=1)
-        check_number("ranks_per_node", self.ranks_per_node, POSITIVE_WHOLE, PlanError)
+        check_number("ranks_per_node", self.ranks_per_node, RANKS, PlanError)
         for name in ("bytes_per_s", "node_bytes_per_s"):
             check_number(name, getattr(self, name), Limits(above=0, below=None), PlanError)
         if self.algorithm not in ALGORITHMS:
-            raise PlanError(f"algorithm is {self.algorithm!r}; valid are {list(ALGORITHMS)}")
+            raise PlanError(f"algorithm is {quote(self.algorithm)}; valid are {list(ALGORITHMS)}")
 
     def allreduce(self, world_size: int) -> AllreduceCost:
         """Return what an allreduce over `world_size` ranks costs.
@@ -246,7 +250,7 @@ class Network:
         Raises:
             PlanError: `world_size` is no whole number, or below 1.
         """
-        check_number("world_size", world_size, POSITIVE_WHOLE, PlanError)
+        check_number("world_size", world_size, RANKS, PlanError)
         inside = min(self.ranks_per_node, world_size)
         nodes = math.ceil(world_size / self.ranks_per_node)
         slowest = min(self.bytes_per_s, self.node_bytes_per_s if inside > 1 else math.inf)
@@ -301,6 +305,8 @@ class Device:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
+        remedy = "give rates by dtype, as {torch.float32: 1e13}"
+        check_kind("Device.flops_per_s", self.flops_per_s, Mapping, remedy, PlanError)
         if not self.flops_per_s:
             raise PlanError("Device.flops_per_s is empty; give a rate for torch.float32 at least")
         rates = {f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s.items()}
@@ -318,7 +324,7 @@ class Device:
         return max(flops / rate, moved_bytes / self.bytes_per_s)
 
 
-def _check(owner: Any, *names: str, at_least: float = 0, below: float = _BEYOND) -> None:
+def _check(owner: Any, *names: str, at_least: float = 0, below: float = BEYOND) -> None:
     """Raise PlanError unless these attributes are numbers in range."""
     for name in names:
         what = f"{type(owner).__name__}.{name}"
@@ -330,7 +336,7 @@ def _check_text(owner: Any, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, str):
-            raise PlanError(f"{type(owner).__name__}.{name} is {value!r}; it must be text")
+            raise PlanError(f"{type(owner).__name__}.{name} is {quote(value)}; it must be text")
 
 
 def check_keys(kind: type, content: Any, place: str) -> None:
@@ -340,14 +346,14 @@ def check_keys(kind: type, content: Any, place: str) -> None:
     `profile.gradients[3]`.
     """
     if not isinstance(content, dict):
-        raise PlanError(f"{place} is {content!r}; it must be an object")
+        raise PlanError(f"{place} is {quote(content)}; it must be an object")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in content:
             raise PlanError(f"{place} has no {name!r}")
     for name in content:
         if name not in fields:
-            raise PlanError(f"{place} has a key {name!r}; its keys are {', '.join(fields)}")
+            raise PlanError(f"{place} has a key {quote(name)}; its keys are {', '.join(fields)}")
 
 
 @contextlib.contextmanager

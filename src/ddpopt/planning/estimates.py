@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpopt import _copies, _torch
+from ddpopt._values import check_kind
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, has_loss
 from ddpopt.planning.calibrate import measure_device
@@ -71,9 +72,14 @@ def estimate(
             or a key), or else the sum of its floating point tensors.
 
     Raises:
+        TypeError: `model` is no module.
         PlanError: the model has no parameter that requires grad, it cannot be traced, the loss is
             not a scalar that depends on a parameter, or a gradient is sparse.
     """
+    check_kind("model", model, nn.Module, "give what DDP is to wrap", TypeError)
+    if device is not None:
+        remedy = "give a ddpopt.planning.Device, or None to measure the model's own"
+        check_kind("device", device, Device, remedy, PlanError)
     graph, trained, is_stand_in = _trace(wrapped_module(model), example_inputs, loss)
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
@@ -152,7 +158,8 @@ def _trace(
     """Trace forward and backward into one graph of aten operations.
 
     The graph returns the loss and the gradients of the parameters, None for an unused one. The
-    parameters of a model on the meta device are returned as fake tensors on the device traced for.
+    parameters are returned too, by `plain_names`; those of a model on the meta device as fake
+    tensors on the device traced for.
     Last comes whether the loss is the sum of outputs, for want of another.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -192,7 +199,8 @@ def _trace(
             "inputs must fit its forward, whose course must not depend on values (torch.where "
             "instead of if); or else measure its profile"
         ) from error
-    trained_tensors = {name: inputs[0][f"model.{name}"] for name in trained}
+    plain_of = _torch.plain_names(parameters)
+    trained_tensors = {plain_of[name]: inputs[0][f"model.{name}"] for name in trained}
     return graph, trained_tensors, step.is_stand_in
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt import _copies
-from ddpopt._text import count, format_ms, shorten, write_text
-from ddpopt._values import POSITIVE_WHOLE, check_number
+from ddpopt._text import count, format_ms, quote, shorten, write_text
+from ddpopt._values import POSITIVE_WHOLE, RANKS, check_kind, check_number
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import LossFn, call_model, find_loss
 from ddpopt.planning.costs import (
@@ -66,14 +66,18 @@ class BucketPlan:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_number("world_size", self.world_size, POSITIVE_WHOLE, PlanError)
+        check_number("world_size", self.world_size, RANKS, PlanError)
+        check_kind("profile", self.profile, Profile, "give what estimate returns", PlanError)
+        check_kind("cost", self.cost, AllreduceCost, "give what calibrate returns", PlanError)
+        remedy = "give the number of gradients of each bucket, as (2, 5)"
+        check_kind("sizes", self.sizes, (tuple, list), remedy, PlanError)
         total = len(self.profile.gradients)
         for index, size in enumerate(self.sizes):
             check_number(f"sizes[{index}]", size, POSITIVE_WHOLE, PlanError)
         if sum(self.sizes) != total:
             raise PlanError(
                 f"the sizes of buckets must add up to the number of gradients, {total}; they add "
-                f"up to {sum(self.sizes)}"
+                f"up to {quote(sum(self.sizes))}"
             )
         if len({gradient.name for gradient in self.profile.gradients}) < total:
             raise PlanError("two gradients have the same name; give each its parameter's name")
@@ -152,23 +156,27 @@ class BucketPlan:
     def _read(cls, text: str | bytes, name: str) -> BucketPlan:
         """The plan in a JSON text, whose name is in front of whatever is wrong with it."""
         try:
-            content = json.loads(text)
+            content = json.loads(text, object_pairs_hook=_unique)
+        except PlanError as error:
+            raise PlanError(f"{name}: {error}") from error
         except ValueError as error:
             raise PlanError(f"{name} is not JSON: {error}") from error
+        except RecursionError as error:
+            raise PlanError(f"{name} has lists in lists, deeper than a plan has them") from error
         with naming(name):
             if not isinstance(content, dict) or "version" not in content:
                 raise PlanError("it has no 'version', as a plan has that BucketPlan.save wrote")
             version = content.pop("version")
-            if version != _VERSION:
+            if version != _VERSION or type(version) is not int:
                 raise PlanError(
-                    f"its version is {version!r}, and this ddpopt reads {_VERSION}; plan again, or "
-                    "read it with the release that wrote it"
+                    f"its version is {quote(version)}, and this ddpopt reads {_VERSION}; plan "
+                    "again, or read it with the release that wrote it"
                 )
             for key in ("hash", "communication"):  # older plans have them
                 content.pop(key, None)
             check_keys(cls, content, "the plan")
             if not isinstance(content["sizes"], list):
-                raise PlanError(f"sizes is {content['sizes']!r}; it must be a list")
+                raise PlanError(f"sizes is {quote(content['sizes'])}; it must be a list")
             content["sizes"] = tuple(content["sizes"])
             content["profile"] = Profile.from_dict(content["profile"], "profile")
             content["cost"] = AllreduceCost.from_dict(content["cost"], "cost")
@@ -190,6 +198,16 @@ class BucketPlan:
                 *bucket_table(timeline.buckets, "parameters", names),
             ]
         )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, which has each key once: of two values Python's parser would drop one."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        (twice, *_) = [key for key in content if keys.count(key) > 1]
+        raise PlanError(f"an object has the key {quote(twice)} twice; leave one out")
+    return content
 
 
 def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> BucketPlan:
@@ -231,12 +249,21 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         loss: Computes a scalar from the model's output; the default is as in `estimate`.
 
     Raises:
-        PlanError: the model cannot be traced or copied, or `world_size` is missing or below 1.
+        TypeError: `model` is no module.
+        PlanError: another argument is of a wrong kind; the model cannot be traced or copied, or
+            `world_size` is missing or below 1.
     """
+    check_kind("model", model, nn.Module, "give what DDP is to wrap", TypeError)
+    remedy = "give what calibrate returned, or a ddpopt.planning.Network"
+    check_kind("network", network, (AllreduceCost, Network), remedy, PlanError)
+    if backend is not None and not callable(backend):
+        remedy = "give the name of a backend, or None to measure the model uncompiled"
+        check_kind("backend", backend, str, remedy, PlanError)
     if world_size is None:
         if not dist.is_initialized():
             raise PlanError("world_size is None without a process group; give the number of ranks")
         world_size = dist.get_world_size()
+    check_number("world_size", world_size, RANKS, PlanError)
     cost = network.allreduce(world_size) if isinstance(network, Network) else network
     model = wrapped_module(model)
     profile = estimate(model, example_inputs, device=device, loss=loss)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from ddpopt import _torch
 from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
+from ddpopt._values import check_kind
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning import static_graph
 from ddpopt.planning.plan import BucketPlan
@@ -51,7 +53,8 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
     Raises:
         PlanError: on all ranks, if on any of them the plan's file cannot be read, the plan does not
             fit the model, plans differ, a backward is running, gradients wait to be reduced or lie
-            in DDP's buckets, or DDP or its comm hook is of a kind whose Reducer cannot be replaced.
+            in DDP's buckets, or DDP or its comm hook is of a kind whose Reducer cannot be replaced;
+            or if a new one cannot be made, for want of memory for one. Buckets stay as they are.
         PeerError: a rank did not make this call.
         TypeError: on all ranks, `plan` is no plan; or there is no DistributedDataParallel at the
             top of `model`.
@@ -67,11 +70,9 @@ def _read(plan: object) -> BucketPlan:
     """A plan, or the one in a file."""
     if isinstance(plan, str | os.PathLike):
         return BucketPlan.load(Path(plan))
-    if not isinstance(plan, BucketPlan):
-        raise TypeError(
-            "rebucket takes a BucketPlan or the path of a saved one; this is a "
-            f"{type(plan).__name__}"
-        )
+    remedy = "rebucket takes a BucketPlan or the path of a saved one"
+    check_kind("plan", plan, BucketPlan, remedy, TypeError)
+    assert isinstance(plan, BucketPlan)
     return plan
 
 
@@ -189,7 +190,7 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
     if problem := _find_odd_setting(ddp):
         return problem
     if kept := _find_kept_by_hooks(ddp):
-        return f"its comm hook {kept}; give DistributedDataParallel the plan's ddp_kwargs() instead"
+        return kept
     own = list(_torch.reducer_parameters(ddp).values())
     if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
         return (
@@ -216,19 +217,25 @@ def _find_odd_setting(ddp: DistributedDataParallel) -> str:
 
 
 def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
-    """Say what a comm hook of torch's own keeps of the present buckets; "" if there is nothing."""
+    """Say why a comm hook cannot work for other buckets; "" if it can, or there is none."""
+    if unknown := _torch.find_unknown_hook(ddp):
+        return unknown
     # The class is recognised by its name, because importing it needs numpy.
     if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
-        return "is PowerSGD, which keeps errors by bucket"
-    if _torch.runs_optimizers(ddp):
-        return "runs an optimizer, whose parameters are in the order of the present buckets"
-    return ""
+        kept_by_hook = "is PowerSGD, which keeps errors by bucket"
+    elif _torch.runs_optimizers(ddp):
+        kept_by_hook = "runs an optimizer, whose parameters are in the order of the present buckets"
+    else:
+        return ""
+    remedy = "give DistributedDataParallel the plan's ddp_kwargs() instead"
+    return f"its comm hook {kept_by_hook}; {remedy}"
 
 
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they match."""
     own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-    planned = {gradient.name: gradient.num_bytes for gradient in plan.profile.gradients}
+    plain_of = _plain_names(ddp, plan)
+    planned = {plain_of[g.name]: g.num_bytes for g in plan.profile.gradients}
     remedy = "plan for this very model"
     for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
         if names:
@@ -264,7 +271,9 @@ def agree(
         obstacle = pending or find_misfit(ddp, plan)
         if obstacle:
             raise PlanError(obstacle)
-        facts = [Fact("the plan", plan.hash)]
+        # By number: ranks may have compiled different modules, and names of these.
+        buckets = str(indices_of(ddp, plan)).encode()
+        facts = [Fact("the plan", hashlib.sha256(buckets).hexdigest()[:16])]
         if ddp.static_graph:
             # It decides which collectives follow.
             is_known = static_graph.find_arrivals(ddp) is not None
@@ -288,7 +297,12 @@ def agree(
 
 
 def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
-    """Give `ddp` the buckets of a plan that fits."""
+    """Give `ddp` the buckets of a plan that fits. Collective.
+
+    Raises:
+        PlanError: on all ranks, if one could not make a Reducer; `ddp` has the buckets of before.
+        PeerError: a rank did not make this call.
+    """
     buckets = indices_of(ddp, plan)
     _replace_reducer(ddp, buckets, plan.caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=True)
@@ -303,6 +317,8 @@ def take_back(
     The members of a bucket come in the order in which DDP had them, and equally on all ranks: it is
     their order in the tensor that is reduced. Where DDP follows it, that is the order in which
     gradients arrive; the next search takes it to be.
+
+    It is collective, and raises as `apply` does.
     """
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
@@ -312,8 +328,17 @@ def take_back(
 def _replace_reducer(
     ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
 ) -> None:
+    def settle(problem: Exception | None) -> None:
+        def find_facts() -> list[Fact]:
+            if problem is not None:
+                raise problem
+            return []
+
+        title = "buckets stay as they are: "
+        require_equal(ddp, find_facts, PlanError, "report it", title=title)
+
     num_arrivals = static_graph.find_arrivals(ddp)
-    _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals)
+    _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals, settle)
     watching = find_subscriber(ddp, _Accumulation)
     if watching is not None:
         watching.forget_notes()
@@ -322,7 +347,16 @@ def _replace_reducer(
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
     """The buckets of a plan that fits, by parameter index."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
-    return [[index_of[name] for name in bucket.parameters] for bucket in plan.buckets]
+    plain_of = _plain_names(ddp, plan)
+    return [[index_of[plain_of[name]] for name in bucket.parameters] for bucket in plan.buckets]
+
+
+def _plain_names(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str, str]:
+    """What `reducer_parameters` calls the parameters of a plan that has other names for them."""
+    planned = [gradient.name for gradient in plan.profile.gradients]
+    if {p.name for p in _torch.reducer_parameters(ddp).values()} == set(planned):
+        return dict(zip(planned, planned, strict=True))
+    return _torch.plain_names(planned)
 
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:

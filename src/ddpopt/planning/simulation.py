@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpopt._text import count, format_ms, table
-from ddpopt._values import POSITIVE_WHOLE, Limits, check_number
+from ddpopt._text import count, format_ms, quote, table
+from ddpopt._values import RANKS, Limits, check_kind, check_number
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Network
 from ddpopt.planning.merging import buckets_of_caps
@@ -45,6 +45,7 @@ class Stragglers:
 
     def __post_init__(self) -> None:
         check_number("mean_delay", self.mean_delay, Limits(at_least=0), PlanError)
+        check_number("seed", self.seed, Limits(is_whole=True), PlanError)
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long the slowest of `world_size` ranks takes.
@@ -136,7 +137,13 @@ def simulate(
     Raises:
         PlanError: `world_size` is not a positive whole number, or no network follows from the plan.
     """
-    check_number("world_size", world_size, POSITIVE_WHOLE, PlanError)
+    check_kind("plan", plan, BucketPlan, "give what ddpopt.plan returned", PlanError)
+    check_number("world_size", world_size, RANKS, PlanError)
+    if network is not None:
+        remedy = "give a ddpopt.planning.Network, or what calibrate returned"
+        check_kind("network", network, (Network, AllreduceCost), remedy, PlanError)
+    if stragglers is not None:
+        check_kind("stragglers", stragglers, Stragglers, "give a Stragglers", PlanError)
     cost, origin = _cost(plan, world_size, network)
     slowdown = stragglers.slowdown(world_size) if stragglers else 1.0
     return Simulation(
@@ -206,6 +213,8 @@ def sweep(
     Raises:
         PlanError: a world size or a bandwidth is out of range.
     """
+    check_kind("plan", plan, BucketPlan, "give what ddpopt.plan returned", PlanError)
+    check_kind("network", network, Network, "give a ddpopt.planning.Network", PlanError)
     default = dataclasses.replace(plan, sizes=buckets_of_caps(plan.profile, DDP_DEFAULT_CAPS))
     cells = []
     for world_size, bytes_per_s in itertools.product(world_sizes, bandwidths):
@@ -247,7 +256,7 @@ def parse_bandwidth(text: str) -> float:
     scale = _BITS_PER_S.get(found[2].lower()) if found else None
     if found is None or scale is None or not float(found[1]):
         raise PlanError(
-            f"the bandwidth is {text!r}; give a number above 0 and one of the units "
+            f"the bandwidth is {quote(text)}; give a number above 0 and one of the units "
             f"{', '.join(_BITS_PER_S)} (bits per second), such as 10gbit"
         )
     return float(found[1]) * scale / 8

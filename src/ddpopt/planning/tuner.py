@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._slots import Slot
+from ddpopt._text import quote
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
 from ddpopt.planning import rebucket, static_graph
@@ -272,7 +273,7 @@ class _Tuner(Subscriber):
             text += (
                 f"; gradients were reduced after none of the last {self._idle.num} forwards: "
                 "unless they are still accumulated, call backward() on what a forward outside of "
-                f"no_sync returns, or leave out buckets={self.source!r}"
+                f"no_sync returns, or leave out buckets={quote(self.source)}"
             )
         return text
 
@@ -361,9 +362,15 @@ class _Tuner(Subscriber):
         except PlanError as error:
             self._keep_buckets(ddp, str(error))
             return
+        caps_bytes_before = _torch.reducer_caps(ddp)
+        try:
+            rebucket.apply(ddp, best)
+        except PlanError as error:
+            _begin_forward(ddp)  # with a Reducer like the one before
+            self._keep_buckets(ddp, str(error))
+            return
         self._report(ddp, decision.text)
-        self._change = _Change(measured_by_rank, _torch.reducer_caps(ddp), decision.gain)
-        rebucket.apply(ddp, best)
+        self._change = _Change(measured_by_rank, caps_bytes_before, decision.gain)
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
@@ -380,7 +387,13 @@ class _Tuner(Subscriber):
         )
         self._report(ddp, verdict.text)
         if verdict.is_worse:
-            rebucket.take_back(ddp, change.measured_before[0].buckets, change.caps_bytes_before)
+            before = change.measured_before[0].buckets
+            try:
+                rebucket.take_back(ddp, before, change.caps_bytes_before)
+            except PlanError as error:
+                _begin_forward(ddp)  # with a Reducer like the one before
+                self._report(ddp, str(error))
+                return
             _begin_with_new_reducer(ddp)
 
     # ---- What users read ---------------------------------------------------------------------
@@ -459,12 +472,12 @@ def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
         plan = BucketPlan.load(path)
     except OSError as error:
         raise PlanError(
-            f"buckets={path!r} cannot be read: {error.strerror}; give the path of a "
+            f"buckets={quote(path)} cannot be read: {error.strerror}; give the path of a "
             "file that BucketPlan.save wrote"
         ) from error
     misfit = rebucket.find_misfit(ddp, plan)
     if misfit:
-        raise PlanError(f"buckets={path!r} does not fit this model: {misfit}")
+        raise PlanError(f"buckets={quote(path)} does not fit this model: {misfit}")
     return plan
 
 
@@ -484,8 +497,8 @@ def _find_obstacle(ddp: DistributedDataParallel, planned: BucketPlan | None, sou
     """
     if find_tuner(ddp) is None:
         return (
-            f"torch._dynamo.reset() was called, and nothing is compiled with buckets={source!r} "
-            "since"
+            "torch._dynamo.reset() was called, and nothing is compiled with "
+            f"buckets={quote(source)} since"
         )
     if rebucket.plan_of(ddp) not in (None, planned):
         return "ddpopt.rebucket has changed them"

@@ -146,14 +146,63 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
         last_of[made_in] = detached
         section_of[detached] = made_in
         _use_instead(detached, value, section_of, first=made_in + 1)
+    objects = _find_objects(gm)
+    for node in objects:
+        # split_module looks for symbolic sizes in the values that cross, and knows only some types.
+        _torch.forget_dynamo_value(node)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
+    targets = {node.target for node in objects}
     for call in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(call.target))
         assert isinstance(section_graph, fx.GraphModule)
+        _have_as_attributes(stitched, section_graph, call, targets)
         _return_tuple(section_graph, call)
         _torch.carry_dynamo_metadata(gm, section_graph)
     stitched.recompile()
     return stitched
+
+
+def _find_objects(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that read an attribute of the graph which is no tensor, number or module.
+
+    `torch._dynamo.nonstrict_trace` makes such ones: a call is given the user's function, and the
+    structure of its arguments, beside the tensors in these.
+    """
+    objects = []
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = _torch.dynamo_value(node)
+        if value is not None and not isinstance(value, (torch.Tensor, int, float, *_SYMBOLS)):
+            objects.append(node)
+    return objects
+
+
+def _have_as_attributes(
+    stitched: fx.GraphModule, section_graph: fx.GraphModule, call: fx.Node, targets: set[Any]
+) -> None:
+    """Make a section read attributes of these names itself, in place of taking them as arguments.
+
+    split_module passes them on, and a compiler takes nothing but tensors and numbers.
+    """
+    graph = section_graph.graph
+    kept = []
+    taken: list[tuple[fx.Node, fx.Node]] = []
+    for placeholder, argument in zip(graph.find_nodes(op="placeholder"), call.args, strict=True):
+        assert isinstance(argument, fx.Node)
+        if argument.op == "get_attr" and argument.target in targets:
+            taken.append((placeholder, argument))
+        else:
+            kept.append(argument)
+    call.args = tuple(kept)
+    for placeholder, argument in taken:
+        name = str(argument.target)
+        setattr(section_graph, name, getattr(stitched, name))
+        with graph.inserting_before(call_nodes(graph)[0]):
+            attribute = graph.get_attr(name)
+        placeholder.replace_all_uses_with(attribute)
+        graph.erase_node(placeholder)
+        if not argument.users:
+            stitched.graph.erase_node(argument)
+    section_graph.recompile()
 
 
 def _use_instead(
