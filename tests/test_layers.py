@@ -18,12 +18,12 @@ ROOT = Path(ddpopt.__file__).parent
 LAYERS = (
     "errors",
     "reducer",
-    "_copies",
     "_text",
     "_values",
     "config",
     "_traced",
     "_torch",
+    "_copies",
     "_logs",
     "_slots",
     "steps",
