@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from ddpopt import _torch
+from ddpopt.ranks import store
 
 LIMIT_S = 300.0  # a test that waits so long has failed
 
@@ -31,10 +33,13 @@ class HangingStore:
 
 @contextlib.contextmanager
 def hanging_store() -> Iterator[HangingStore]:
-    """Have each process group of this process such a store in this block."""
-    store = HangingStore()
+    """Have each process group of this process such a store in this block, and no connection yet."""
+    hanging = HangingStore()
     try:
-        with mock.patch.object(_torch, "store_of", return_value=store):
-            yield store
+        with (
+            mock.patch.object(_torch, "store_of", return_value=hanging),
+            mock.patch.object(store, "_connections", weakref.WeakKeyDictionary()),
+        ):
+            yield hanging
     finally:
-        store.is_over.set()
+        hanging.is_over.set()
