@@ -131,9 +131,8 @@ def test_a_meeting_costs_each_rank_requests_that_do_not_grow_with_ranks(
     assert on_ranks(size, run) == ["None"] * size
     assert len(made) == size
     for connection in made:
-        looks = connection.num.pop("look")
+        connection.num.pop("look", 0)
         assert sum(connection.num.values()) <= 14, connection.num
-        assert looks >= 0
 
 
 def test_a_rank_that_reports_is_waited_for_longer_than_the_allowed_silence(

@@ -24,10 +24,6 @@ def _store(group: Any, limit_s: float = LIMIT_S) -> GroupStore:
     return GroupStore(group, "testing", "test/own", limit_s)
 
 
-def _threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("ddpopt")]
-
-
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
     """A group of one, whose store is in this process."""
@@ -54,11 +50,11 @@ def test_a_value_that_is_written_is_read(group: FakeGroup) -> None:
 def test_all_meetings_of_a_group_have_one_connection_and_one_thread(group: FakeGroup) -> None:
     """The connection is not the group's own; both end with the group."""
     own = mock.Mock(**{"clone.side_effect": dist.HashStore})
-    num_before = len(_threads())
     with mock.patch.object(_torch, "store_of", return_value=own):
-        assert len({_store(group)._ask(id) for _ in range(3)}) == 1
+        stores = [_store(group) for _ in range(3)]
+        assert len({each._ask(id) for each in stores}) == 1
+        assert len({each._ask(lambda _: threading.get_ident()) for each in stores}) == 1
     assert own.clone.call_count == 1
-    assert len(_threads()) == num_before + 1
     (made,) = [c for g, c in store._connections.items() if g is group]
     thread = made.thread
     del made
