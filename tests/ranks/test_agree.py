@@ -24,7 +24,16 @@ from ddpopt import _torch, config
 from ddpopt.checks import warmup as warming
 from ddpopt.checks.warmup import warmup
 from ddpopt.errors import DisagreementError, PeerError
-from ddpopt.ranks.agree import Fact, communicating, find_difference, require_equal
+from ddpopt.ranks import agree
+from ddpopt.ranks.agree import (
+    Fact,
+    Shared,
+    communicating,
+    find_difference,
+    gather_distinct,
+    gather_on_rank_0,
+    require_equal,
+)
 from ddpopt.split import state
 from tests.support.cuts import only_cut
 from tests.support.logs import logged
@@ -278,20 +287,25 @@ def _facts(**values: str) -> list[Fact]:
     return [Fact(name, value) for name, value in values.items()]
 
 
+def _difference(facts_by_rank: list[list[Fact]]) -> str | None:
+    shared = [Shared(facts, [rank]) for rank, facts in enumerate(facts_by_rank)]
+    return find_difference(shared, "do it")
+
+
 def test_the_first_difference_is_named_with_its_ranks() -> None:
     """It is the first by the order of facts, also if ranks have more; many ranks are cut short."""
     base, other = _facts(a="x", torch="1"), _facts(a="x", b="y", torch="2")
-    assert find_difference([base, base], "do it") is None
-    assert find_difference([base, _facts(a="x", torch="2")], "do it") == (
+    assert _difference([base, base]) is None
+    assert _difference([base, _facts(a="x", torch="2")]) == (
         "rank 1 differs from rank 0: torch is 2 instead of 1; do it"
     )
-    assert find_difference([other, base, base], "do it") == (
+    assert _difference([other, base, base]) == (
         "ranks 1, 2 differ from rank 0: b is missing; do it"
     )
-    assert find_difference([base, _facts(a="x", torch="1", b="y")], "do it") == (
+    assert _difference([base, _facts(a="x", torch="1", b="y")]) == (
         "rank 1 differs from rank 0: b is missing on rank 0; do it"
     )
-    difference = find_difference([base, *[other] * 12], "do it")
+    difference = _difference([base, *[other] * 12])
     assert difference.startswith(
         "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more differ from rank 0: torch is 2"
     )
@@ -299,7 +313,42 @@ def test_the_first_difference_is_named_with_its_ranks() -> None:
 
 def test_a_facts_remedy_takes_the_place_of_the_callers() -> None:
     facts_by_rank = [[Fact("a", value, "mend a")] for value in "xy"]
-    assert find_difference(facts_by_rank, "do it").endswith("; mend a")
+    assert _difference(facts_by_rank).endswith("; mend a")
+
+
+def _gather(rank: int, case: str) -> tuple[list[Any], list[str] | None, dict[str, int]]:
+    """The distinct texts of four ranks, all of them on rank 0, and how often texts were sent."""
+    ddp = DistributedDataParallel(MLP(1))
+    text = {"equal": "x", "two": "xxyx"[rank], "each": str(rank)}[case] * 1000
+    sent = mock.Mock(side_effect=dist.broadcast_object_list)
+    with mock.patch.object(dist, "broadcast_object_list", sent):
+        found = gather_distinct(ddp, text, "testing")
+    short = [(value[0], ranks) for value, ranks in found]
+    all_texts = gather_on_rank_0(ddp, text, "testing")
+    return short, all_texts and [each[0] for each in all_texts], {"sent": sent.call_count}
+
+
+@pytest.mark.parametrize(
+    ("case", "distinct"),
+    [
+        ("equal", [("x", [0, 1, 2, 3])]),
+        ("two", [("x", [0, 1, 3]), ("y", [2])]),
+        ("each", [("0", [0]), ("1", [1])]),
+    ],
+)
+def test_what_is_compared_is_a_digest_and_texts_are_sent_once_each_where_ranks_differ(
+    four_ranks: Ranks, case: str, distinct: Any
+) -> None:
+    """As many as are needed to name a difference; what rank 0 alone reads goes to it alone."""
+    for rank, (found, all_texts, num) in enumerate(four_ranks.run(_gather_few, case)):
+        assert found == distinct
+        assert (all_texts is None) == (rank > 0)
+        assert num["sent"] == (0 if case == "equal" else len(distinct))
+
+
+def _gather_few(rank: int, case: str) -> Any:
+    with mock.patch.object(agree, "_MOST_DISTINCT", 2):
+        return _gather(rank, case)
 
 
 def _agree(rank: int, what: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +25,10 @@ from ddpopt.checks.comparison import (
 )
 from ddpopt.checks.copies import DryRun, Outcome, Rehearsal, is_compiled_by_us, rehearse
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
-from ddpopt.errors import OptionError, PeerError
+from ddpopt.errors import DDPOptError, OptionError, PeerError
 from ddpopt.planning.batch import LossFn
 from ddpopt.planning.randomness import same_randomness
-from ddpopt.ranks.agree import all_gather_object
+from ddpopt.ranks.agree import decide_on_rank_0, gather_on_rank_0
 from ddpopt.ranks.store import name_ranks
 from ddpopt.split import state
 
@@ -241,7 +241,20 @@ class _Report(NamedTuple):
 
 def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
     """The same result on all ranks, judged by the first one's tolerances. Collective."""
-    reports = all_gather_object(ddp, report, "comparing a step with an eager one")
+    what = "comparing a step with an eager one"
+    reports = gather_on_rank_0(ddp, report, what)
+
+    def judge() -> Verification | str:
+        assert reports is not None, "rank 0 has them"
+        return _judge_reports(reports)
+
+    judged = decide_on_rank_0(ddp, what, judge, lambda error: f"{what} raised {error!r}")
+    if isinstance(judged, str):
+        raise DDPOptError(judged)
+    return judged
+
+
+def _judge_reports(reports: Sequence[_Report]) -> Verification:
     errors = largest([each.errors for each in reports])
     worst_of_ranks = [each.errors.worst for each in reports]
     limits = reports[0].limits

@@ -14,7 +14,7 @@ from ddpopt.checks.copies import DryRun, Rehearsal, dtype_name, is_compiled_by_u
 from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
-from ddpopt.ranks.agree import Fact, all_gather_object, find_difference
+from ddpopt.ranks.agree import Fact, Shared, find_difference, gather_distinct
 from ddpopt.ranks.store import name_ranks
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
@@ -93,19 +93,20 @@ def _compare_models(ddp: DistributedDataParallel, report: _Report) -> None:
         OptionError: no rank has compiled anything.
         PeerError: a rank did not make this call.
     """
-    reports = all_gather_object(ddp, report, "comparing what ranks compile for")
-    uncompiled = [rank for rank, each in enumerate(reports) if each.problem]
+    reports = gather_distinct(ddp, report, "comparing what ranks compile for")
+    uncompiled = [each for each in reports if each.value.problem]
     if len(uncompiled) == len(reports):
         raise OptionError(report.problem)
     name = f"DistributedDataParallel({type(ddp.module).__name__})"
     texts = []
     if uncompiled:
         texts.append(
-            f"{name_ranks(uncompiled)} compiled nothing of {name}, as others did, and runs it "
-            f"eagerly, which the others wait for: {reports[uncompiled[0]].problem}"
+            f"{name_ranks(rank for each in uncompiled for rank in each.ranks)} compiled nothing "
+            f"of {name}, as others did, and runs it eagerly, which the others wait for: "
+            f"{uncompiled[0].value.problem}"
         )
     difference = find_difference(
-        [each.facts for each in reports],
+        [Shared(each.facts, ranks) for each, ranks in reports],
         "gradients are averaged in the order of parameters, whatever their names: build model and "
         "DDP alike on all ranks, with the same releases",
     )

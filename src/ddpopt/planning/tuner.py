@@ -43,7 +43,7 @@ from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, Verdict, decide, judge
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.stopwatch import Measured, Stopwatch
-from ddpopt.ranks.agree import all_gather_object, decide_on_rank_0
+from ddpopt.ranks.agree import decide_on_rank_0, gather_on_rank_0
 from ddpopt.ranks.meetings import JointDecision
 from ddpopt.split import state
 from ddpopt.steps.clock import device_of
@@ -346,11 +346,11 @@ class _Tuner(Subscriber):
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         cost = calibrate(ddp.process_group, device_of(ddp))
-        measured_by_rank = all_gather_object(ddp, measured, _SEARCH.title)
+        by_rank = gather_on_rank_0(ddp, measured, _SEARCH.title) or []
         decision = decide_on_rank_0(
             ddp,
             _SEARCH.title,
-            lambda: decide(ddp, measured_by_rank, cost),
+            lambda: decide(ddp, by_rank, cost),
             lambda error: Decision(f"{STAY}: planning raised {error!r}"),
         )
         self.best = best = BucketPlan.from_json(decision.plan) if decision.plan else None
@@ -370,7 +370,7 @@ class _Tuner(Subscriber):
             self._keep_buckets(ddp, str(error))
             return
         self._report(ddp, decision.text)
-        self._change = _Change(measured_by_rank, caps_bytes_before, decision.gain)
+        self._change = _Change(measured.buckets, by_rank, caps_bytes_before, decision.gain)
         _begin_with_new_reducer(ddp)
         self._stage = _COMPARISON
 
@@ -378,18 +378,17 @@ class _Tuner(Subscriber):
         """Undo the change if iterations did not get shorter."""
         change, self._change = self._change, None
         assert change is not None, "buckets were changed before the comparison"
-        measured_by_rank = all_gather_object(ddp, measured, _COMPARISON.title)
+        by_rank = gather_on_rank_0(ddp, measured, _COMPARISON.title) or []
         verdict = decide_on_rank_0(
             ddp,
             _COMPARISON.title,
-            lambda: judge(change.measured_before, measured_by_rank, change.predicted_gain),
+            lambda: judge(change.measured_before, by_rank, change.predicted_gain),
             lambda error: Verdict(f"what came of it is not known: comparing raised {error!r}"),
         )
         self._report(ddp, verdict.text)
         if verdict.is_worse:
-            before = change.measured_before[0].buckets
             try:
-                rebucket.take_back(ddp, before, change.caps_bytes_before)
+                rebucket.take_back(ddp, change.buckets_before, change.caps_bytes_before)
             except PlanError as error:
                 _begin_forward(ddp)  # with a Reducer like the one before
                 self._report(ddp, str(error))
@@ -427,7 +426,9 @@ class _Tuner(Subscriber):
 class _Change(NamedTuple):
     """A change of buckets that is to be judged: what there was before, and what was predicted."""
 
-    # What each rank measured. It is large, so it is dropped with the verdict.
+    # By parameter index.
+    buckets_before: Sequence[Sequence[int]]
+    # What each rank measured; empty on all ranks but the first, which judges by it.
     measured_before: Sequence[Measured]
     caps_bytes_before: Sequence[int]
     # The part of an iteration that the change should save.

@@ -1,15 +1,17 @@
 """How ranks talk by a collective of DDP's group, where all of them are at the same place.
 
 Whoever needs all ranks to be alike gives facts; the first difference is found here and named, the
-same on all ranks. Where ranks may not be at the same place, they talk through `ranks/store.py`.
+same on all ranks. Where ranks may not be at the same place, they meet as in `ranks/meetings.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from ddpopt.ranks.store import LONGEST_TEXT, name_ranks
 
 # Python's own errors that say what is wrong with an argument, on whichever rank.
 _PASSED_ON = (TypeError, NotImplementedError)
+
+_MOST_DISTINCT = 8  # values that are sent where ranks differ
 
 T = TypeVar("T")
 
@@ -49,22 +53,58 @@ def communicating(what: str) -> Iterator[None]:
         ) from error
 
 
-def all_gather_object(
+class Shared(NamedTuple, Generic[T]):
+    """A value that some ranks have, and which ranks these are."""
+
+    value: T
+    ranks: list[int]
+
+
+def gather_distinct(
     ddp: DistributedDataParallel,
     value: T,
     what: str,
     group: dist.ProcessGroup | None = None,
-) -> list[T]:
-    """The value of each rank, by rank of a group (default: DDP's). Collective.
+) -> list[Shared[T]]:
+    """The different values of a group's ranks (default: DDP's), rank 0's first. Collective.
+
+    Values that are equal have equal texts, by `repr`. Each rank sends 32 bytes, a digest of the
+    text, to every other one. A value itself is sent by the first rank that has it, and only if
+    another rank has another one; the first 8 values are sent, and the list ends with those.
 
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.
     """
     group = group or ddp.process_group
-    all_ranks = [value] * dist.get_world_size(group)
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    digests = [digest] * group.size()
+    ranks_by_digest: dict[bytes, list[int]] = {}
     with communicating(what), _on_device(ddp):
-        dist.all_gather_object(all_ranks, value, group=group)
-    return all_ranks
+        dist.all_gather_object(digests, digest, group=group)
+        for rank, each in enumerate(digests):
+            ranks_by_digest.setdefault(each, []).append(rank)
+        if len(ranks_by_digest) == 1:
+            return [Shared(value, list(range(len(digests))))]
+        found = []
+        for ranks in itertools.islice(ranks_by_digest.values(), _MOST_DISTINCT):
+            sent = [value]
+            source = dist.get_global_rank(group, ranks[0])
+            dist.broadcast_object_list(sent, src=source, group=group)
+            found.append(Shared(sent[0], ranks))
+    return found
+
+
+def gather_on_rank_0(ddp: DistributedDataParallel, value: T, what: str) -> list[T] | None:
+    """The value of each rank, on rank 0 of DDP's group; None on the others. Collective.
+
+    Raises:
+        PeerError: a rank did not make this call; the message begins with `what`.
+    """
+    group = ddp.process_group
+    values: list[T] | None = [value] * group.size() if group.rank() == 0 else None
+    with communicating(what), _on_device(ddp):
+        dist.gather_object(value, values, dst=dist.get_global_rank(group, 0), group=group)
+    return values
 
 
 def decide_on_rank_0(
@@ -82,7 +122,7 @@ def decide_on_rank_0(
     """
     group = ddp.process_group
     decision: list[T | None] = [None]
-    if dist.get_rank(group) == 0:
+    if group.rank() == 0:
         try:
             decision = [decide()]
         except Exception as error:
@@ -156,34 +196,39 @@ def require_equal(
             # not be able to make it of a text alone.
             cause = problem
             report = _Report(problem=error_type(f"{type(problem).__name__}: {problem}"))
-    reports = all_gather_object(ddp, report, "comparing settings with the other ranks", group)
-    this_rank = dist.get_rank(group or ddp.process_group)
-    for rank, each in enumerate(reports):
+    reports = gather_distinct(ddp, report, "comparing settings with the other ranks", group)
+    this_rank = (group or ddp.process_group).rank()
+    for each, ranks in reports:
         if each.problem is not None:
-            error = type(each.problem)(f"{title}on rank {rank}: {each.problem}")
-            if cause is not None and rank == this_rank:
+            error = type(each.problem)(f"{title}on rank {ranks[0]}: {each.problem}")
+            if cause is not None and this_rank in ranks:
                 raise error from cause
             raise error
-    difference = find_difference([each.facts for each in reports], remedy)
+    difference = find_difference([Shared(each.facts, ranks) for each, ranks in reports], remedy)
     if difference is not None:
         raise error_type(f"{title}{difference}")
 
 
-def find_difference(facts_by_rank: Sequence[Sequence[Fact]], remedy: str) -> str | None:
+def find_difference(facts_of_ranks: Sequence[Shared[Sequence[Fact]]], remedy: str) -> str | None:
     """Where ranks first differ from rank 0, which do, and what to do; None if none does."""
     # The names of all facts, in the order in which they first appear.
     names: dict[str, None] = {}
     by_name: list[dict[str, Fact]] = []
-    for facts in facts_by_rank:
+    for facts, _ in facts_of_ranks:
         by_name.append({fact.name: fact for fact in facts})
         names.update(dict.fromkeys(fact.name for fact in facts))
 
     for name in names:
         of_rank_0 = by_name[0].get(name)
-        ranks = [rank for rank, facts in enumerate(by_name) if facts.get(name) != of_rank_0]
-        if not ranks:
+        others = [
+            (own.get(name), ranks)
+            for own, (_, ranks) in zip(by_name, facts_of_ranks, strict=True)
+            if own.get(name) != of_rank_0
+        ]
+        if not others:
             continue
-        of_other = by_name[ranks[0]].get(name)
+        of_other = others[0][0]
+        ranks = [rank for _, own_ranks in others for rank in own_ranks]
         if of_rank_0 is None:
             what = f"{name} is missing on rank 0"
         elif of_other is None:
