@@ -108,7 +108,7 @@ def test_the_basis_says_what_is_extrapolated() -> None:
     ]
     assert [basis.partition("allreduce: ")[2] for basis in bases] == [
         "the plan's",
-        "ring, extrapolated from 2 ranks",
+        "ring, extrapolated from 2 ranks to 8",
         "tree, computed from given links",
         "as given",
     ]
@@ -278,7 +278,7 @@ def test_a_plan_for_one_rank_implies_no_cost_for_more() -> None:
     """It can be simulated on one rank all the same."""
     plan = dataclasses.replace(_plan(), world_size=1)
     assert simulate(plan, world_size=1).timeline.exposed_s > 0
-    with pytest.raises(PlanError, match="the plan is for 1 rank"):
+    with pytest.raises(PlanError, match="of 1 rank"):
         simulate(plan, world_size=4)
 
 
