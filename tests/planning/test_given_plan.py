@@ -23,6 +23,7 @@ from ddpopt import BucketPlan
 from ddpopt.errors import Reason
 from ddpopt.planning import AllreduceCost
 from tests.support.buckets import real_buckets
+from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
@@ -89,10 +90,12 @@ def _train_with_plan_for_others(rank: int, text: str, folder: str) -> dict[str, 
     train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), compiled)
     by_file = ddpopt.explain(ddp)
     ddp.zero_grad()
-    ddpopt.rebucket(ddp, plan)
+    with logged("info") as lines:
+        ddpopt.rebucket(ddp, plan)
     train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), compiled)
     return {
         "buckets": len(real_buckets(ddp)),
+        "logged": [line for line in lines if "buckets are those of a plan" in line],
         "tuning": by_file.tuning,
         "explained": [by_file, ddpopt.explain(ddp)],
         "with plan": ddpopt.explain(ddp, plan),
@@ -105,7 +108,10 @@ def test_a_plan_for_eight_ranks_is_applied_on_two_and_predicts_for_two(
 ) -> None:
     """Buckets are those of the plan; what is predicted is said to be extrapolated."""
     plan = dataclasses.replace(plan_of(MLP(), SIZES_OF_MLP), world_size=8)
-    for result in ranks.run(_train_with_plan_for_others, plan.to_json(), str(tmp_path)):
+    results = ranks.run(_train_with_plan_for_others, plan.to_json(), str(tmp_path))
+    assert [len(result["logged"]) for result in results] == [1, 0]
+    assert "extrapolated from 8 ranks to 2" in results[0]["logged"][0]
+    for result in results:
         assert result["buckets"] == len(SIZES_OF_MLP)
         assert "extrapolated from 8 ranks to 2" in result["tuning"]
         for explanation in (*result["explained"], result["with plan"]):
