@@ -114,7 +114,7 @@ def test_a_network_gives_a_plan_its_cost_for_other_ranks() -> None:
     ("world_size", "arguments", "message"),
     [
         (8, (0,), "num_ranks is 0"),
-        (8, (10**400,), "num_ranks is 1000"),
+        (8, (10**400,), "num_ranks is .* below"),
         (8, (16, 1e-3), r"network is 0.001, a float"),
         (1, (2,), "of 1 rank"),
     ],

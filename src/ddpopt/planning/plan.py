@@ -137,7 +137,8 @@ class BucketPlan:
         (`AllreduceCost.extrapolated` has the formula and its source), and `extrapolated_from` says
         so; a cost that has been extrapolated before keeps the number that it came from. Otherwise
         it is the cost in that network, or the one that is given, with what it says of computation.
-        Computation is as it was: each rank is taken to have as large a batch.
+        Computation is as it was: each rank is taken to have as large a batch. From one rank no cost
+        leads back to more.
 
         Raises:
             PlanError: `num_ranks` is no whole number, or below 1; the plan is for 1 rank, from
