@@ -22,6 +22,30 @@ def test_one_rank_communicates_nothing() -> None:
     assert Network(latency_s=1, bytes_per_s=1).allreduce(1).seconds(100) == 0
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "startup_s", "s_per_byte"),
+    [
+        (1, 0.0, 0.0),
+        (2, 0.02, 2 / 2 * 0.5),  # 2 steps of 10 ms; a link moves 2 bytes a second
+        (8, 0.14, 14 / 8 * 0.5),
+        (16, 0.30, 30 / 16 * 0.5),
+    ],
+)
+def test_a_ring_of_other_ranks_has_other_steps_and_bytes(
+    num_ranks: int, startup_s: float, s_per_byte: float
+) -> None:
+    """By hand: 2 (n - 1) steps of 10 ms, and 2 (n - 1) / n of the bytes at 2 bytes a second."""
+    of_8 = AllreduceCost(startup_s=0.14, s_per_byte=0.875, contention=1.5, launch_s=0.01)
+    cost = of_8.extrapolated(8, num_ranks)
+    assert cost.startup_s == pytest.approx(startup_s)
+    assert cost.s_per_byte == pytest.approx(s_per_byte)
+    assert cost.contention == 1.5
+    assert cost.launch_s == (0.01 if num_ranks > 1 else 0)
+    links = Network(latency_s=0.01, bytes_per_s=2.0).allreduce(num_ranks)
+    assert links.startup_s == pytest.approx(startup_s)
+    assert links.s_per_byte == pytest.approx(s_per_byte)
+
+
 def test_a_fit_finds_the_cost_among_disturbed_times() -> None:
     """Two of seven measurements ten times too long change it by little."""
     noise = random.Random(0)
@@ -55,6 +79,8 @@ def test_a_fit_of_one_size_is_refused() -> None:
         (lambda: Network(latency_s=0, bytes_per_s=0), "bytes_per_s is 0"),
         (lambda: Network(latency_s=0, bytes_per_s=1, algorithm="star"), "'star'.*'ring'"),
         (lambda: Network(latency_s=0, bytes_per_s=1).allreduce(0), "world_size is 0"),
+        (lambda: AllreduceCost(startup_s=0, s_per_byte=0).extrapolated(1, 2), "of 1 rank"),
+        (lambda: AllreduceCost(startup_s=0, s_per_byte=0).extrapolated(2, 0), "to_ranks is 0"),
         (lambda: Gradient(name="w", num_bytes=-1, ready_s=0), "num_bytes is -1"),
         (lambda: Profile(gradients=(), backward_s=1), "no gradients"),
         (lambda: _profile([2.0, 1.0], 3), "in the order of their ready_s"),

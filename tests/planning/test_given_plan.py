@@ -6,6 +6,7 @@ The tuner reads the file, and `rebucket` changes the buckets.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import BucketPlan
 from ddpopt.errors import Reason
+from ddpopt.planning import AllreduceCost
 from tests.support.buckets import real_buckets
+from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
@@ -75,6 +78,84 @@ def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
         assert result["sections"] == len(SIZES_OF_MLP)
         assert result["tuning"] == f"buckets are those of {plan_path}"
         assert result["hash"] == plan.hash
+
+
+def _train_with_plan_for_others(rank: int, text: str, folder: str) -> dict[str, Any]:
+    """Train with a file's buckets, then give the same plan to `rebucket`."""
+    path = f"{folder}/{rank}.json"
+    plan = BucketPlan.from_json(text)
+    plan.save(path)
+    ddp = DistributedDataParallel(MLP())
+    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": path})
+    train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), compiled)
+    by_file = ddpopt.explain(ddp)
+    ddp.zero_grad()
+    with logged("info") as lines:
+        ddpopt.rebucket(ddp, plan)
+    train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), compiled)
+    return {
+        "buckets": len(real_buckets(ddp)),
+        "logged": [line for line in lines if "buckets are those of a plan" in line],
+        "tuning": by_file.tuning,
+        "explained": [by_file, ddpopt.explain(ddp)],
+        "with plan": ddpopt.explain(ddp, plan),
+        "for two": ddpopt.explain(ddp, plan.for_ranks(2, plan.cost)),
+    }
+
+
+def test_a_plan_for_eight_ranks_is_applied_on_two_and_predicts_for_two(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Buckets are those of the plan; what is predicted is said to be extrapolated."""
+    plan = dataclasses.replace(plan_of(MLP(), SIZES_OF_MLP), world_size=8)
+    results = ranks.run(_train_with_plan_for_others, plan.to_json(), str(tmp_path))
+    assert [len(result["logged"]) for result in results] == [1, 0]
+    assert "extrapolated from 8 ranks to 2" in results[0]["logged"][0]
+    for result in results:
+        assert result["buckets"] == len(SIZES_OF_MLP)
+        assert "extrapolated from 8 ranks to 2" in result["tuning"]
+        for explanation in (*result["explained"], result["with plan"]):
+            assert explanation.predicted == plan.for_ranks(2).timeline()
+            assert "extrapolated from 8 ranks to 2" in explanation.basis
+            assert explanation.bucket_plan == plan.for_ranks(2)
+        assert result["for two"].predicted == plan.timeline()
+        assert "extrapolated" not in result["for two"].basis
+
+
+def test_a_plan_for_one_rank_is_applied_on_two_and_predicts_nothing(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """From the cost of one rank, which sends nothing, none follows for two."""
+    plan = dataclasses.replace(plan_of(MLP(), SIZES_OF_MLP), world_size=1)
+    for result in ranks.run(_train_with_plan_for_others, plan.to_json(), str(tmp_path)):
+        assert result["buckets"] == len(SIZES_OF_MLP)
+        assert "nothing is predicted for 2 ranks" in result["tuning"]
+        for explanation in result["explained"]:
+            assert explanation.predicted is None
+            assert explanation.bucket_plan == plan
+            assert "predicted: nothing; the cost is that of 1 rank" in str(explanation)
+        assert result["for two"].predicted == plan.timeline()
+
+
+def _give_arguments(rank: int, text: str) -> list[dict[str, Any]]:
+    plan = BucketPlan.from_json(text)
+    return [plan.ddp_kwargs(), plan.for_ranks(2).ddp_kwargs()]
+
+
+def test_ddps_arguments_are_the_plans_on_every_rank_and_before_there_are_ranks(
+    ranks: Ranks,
+) -> None:
+    """With two dtypes the cost decides them; it is that of the plan's ranks, whoever asks."""
+    plan = plan_of(MLP(), SIZES_OF_MLP)
+    gradients = []
+    for index, gradient in enumerate(plan.profile.gradients):
+        gradients.append(dataclasses.replace(gradient, group=("float", "half")[index % 2]))
+    profile = dataclasses.replace(plan.profile, gradients=tuple(gradients), backward_s=0.011)
+    cost = AllreduceCost(startup_s=0.1, s_per_byte=1e-7)
+    text = dataclasses.replace(plan, profile=profile, cost=cost, world_size=1024).to_json()
+    expected = _give_arguments(0, text)
+    assert expected[0] != expected[1]
+    assert ranks.run(_give_arguments, text) == [expected] * 2
 
 
 def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(

@@ -61,6 +61,72 @@ def test_the_hash_tells_buckets_apart_and_nothing_else() -> None:
     assert elsewhere.hash == plan.hash
 
 
+# ---- for another number of ranks ------------------------------------------------------------
+
+
+def test_a_plan_for_other_ranks_has_the_same_buckets_and_says_what_is_extrapolated() -> None:
+    """What it was extrapolated from is saved with it, and the way back is the plan."""
+    plan = dataclasses.replace(make_plan(), world_size=8)
+    there = plan.for_ranks(16)
+    assert there.sizes == plan.sizes
+    assert there.hash == plan.hash
+    assert (there.world_size, there.cost) == (16, plan.cost.extrapolated(8, 16))
+    assert there.extrapolation == "extrapolated from 8 ranks to 16"
+    assert there.extrapolation in str(there)
+    assert BucketPlan.from_json(there.to_json()) == there
+    assert plan.for_ranks(8) is plan
+    assert_same_up_to_rounding(there.for_ranks(8), plan)
+
+
+def assert_same_up_to_rounding(first: BucketPlan, second: BucketPlan) -> None:
+    costs = [dataclasses.asdict(plan.cost) for plan in (first, second)]
+    assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+    assert dataclasses.replace(first, cost=second.cost) == second
+
+
+@given(st.lists(st.integers(2, 100_000), min_size=3, max_size=3))
+def test_it_does_not_matter_by_which_number_of_ranks_a_plan_comes(numbers: list[int]) -> None:
+    """Up to rounding."""
+    first, second, third = numbers
+    plan = dataclasses.replace(make_plan(), world_size=first)
+    assert_same_up_to_rounding(plan.for_ranks(second).for_ranks(third), plan.for_ranks(third))
+
+
+def test_a_network_gives_a_plan_its_cost_for_other_ranks() -> None:
+    """By hand: 4 nodes of 8 ranks, rings of 14 steps within and 6 between; then a cost as it is."""
+    links = Network(
+        latency_s=1e-3,
+        bytes_per_s=1e6,
+        algorithm="hierarchical",
+        ranks_per_node=8,
+        node_latency_s=1e-5,
+        node_bytes_per_s=1e9,
+    )
+    plan = make_plan().for_ranks(16).for_ranks(32, links)
+    assert plan.cost.startup_s == pytest.approx(14 * 1e-5 + 6 * 1e-3)
+    assert plan.cost.s_per_byte == pytest.approx(14 / 8 * 1e-9 + 6 / 4 * 1e-6)
+    assert not plan.extrapolation
+    cost = AllreduceCost(startup_s=1.0, s_per_byte=2.0)
+    assert make_plan().for_ranks(2, cost).cost == cost
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "message"),
+    [
+        (8, (0,), "num_ranks is 0"),
+        (8, (10**400,), "num_ranks is .* below"),
+        (8, (16, 1e-3), r"network is 0.001, a float"),
+        (1, (2,), "of 1 rank"),
+    ],
+)
+def test_ranks_for_which_no_cost_follows_are_refused(
+    world_size: int, arguments: tuple[Any, ...], message: str
+) -> None:
+    plan = dataclasses.replace(make_plan(), world_size=world_size)
+    with pytest.raises(ddpopt.errors.PlanError, match=message):
+        plan.for_ranks(*arguments)
+
+
 # ---- what is no plan --------------------------------------------------------------------------
 
 
@@ -221,6 +287,15 @@ def test_several_dtypes_make_buckets_of_their_own_and_one_cap() -> None:
     plan = make_plan(groups=("float", "half"))
     assert all(len({int(name[1:]) % 2 for name in b.parameters}) == 1 for b in plan.buckets)
     assert set(plan.ddp_kwargs()) == {"bucket_cap_mb"}
+
+
+def test_plans_with_equal_hashes_give_ddp_equal_arguments() -> None:
+    """With several dtypes the cost decides them, and so the number of ranks."""
+    plan = make_plan(groups=("float", "half"))
+    there = plan.for_ranks(1024)
+    assert there.buckets == plan.buckets
+    assert there.ddp_kwargs() != plan.ddp_kwargs()
+    assert there.hash != plan.hash
 
 
 def test_a_plan_prints_its_buckets_and_what_they_gain() -> None:

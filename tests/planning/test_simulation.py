@@ -108,7 +108,7 @@ def test_the_basis_says_what_is_extrapolated() -> None:
     ]
     assert [basis.partition("allreduce: ")[2] for basis in bases] == [
         "the plan's",
-        "ring, extrapolated from 2 ranks",
+        "ring, extrapolated from 2 ranks to 8",
         "tree, computed from given links",
         "as given",
     ]
@@ -124,6 +124,21 @@ def test_stragglers_delay_all_computation_by_the_slowest_ranks_factor() -> None:
     assert [b.ready_s for b in simulation.timeline.buckets] == [factor, 2 * factor, 3 * factor]
     assert simulation.timeline.iteration_s == pytest.approx(4.5 * factor)
     assert simulation.efficiency == pytest.approx(1 / factor)
+
+
+def test_a_rank_that_is_always_slow_is_a_slower_profile() -> None:
+    """Allreduces wait for it: with twice the time, gradients at 2, 4 and 6 s, and 1.5 s for each.
+
+    A rank that is slow for some gradients makes those late, and what follows.
+    """
+    plan = _plan()
+    slow = dataclasses.replace(plan, profile=plan.profile.slowed(2))
+    timeline = simulate(slow, world_size=2).timeline
+    assert [b.finished_s for b in timeline.buckets] == [3.5, 5.5, 7.5]
+    assert timeline.iteration_s == 2 + 7.5 + 1
+    late = plan.profile.with_ready_times([1.0, 5.0, 6.0], backward_s=6.0)
+    partly = simulate(dataclasses.replace(plan, profile=late), world_size=2).timeline
+    assert [b.finished_s for b in partly.buckets] == [2.5, 6.5, 8.0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 10, 100_000])
@@ -278,7 +293,7 @@ def test_a_plan_for_one_rank_implies_no_cost_for_more() -> None:
     """It can be simulated on one rank all the same."""
     plan = dataclasses.replace(_plan(), world_size=1)
     assert simulate(plan, world_size=1).timeline.exposed_s > 0
-    with pytest.raises(PlanError, match="the plan is for 1 rank"):
+    with pytest.raises(PlanError, match="of 1 rank"):
         simulate(plan, world_size=4)
 
 
@@ -334,7 +349,8 @@ class _Rings:
     """
 
     def __init__(self, ranks: list[int], num_bytes: float, latency_s: float, rate: float) -> None:
-        self.ranks, self.latency_s, self.rate = ranks, latency_s, rate
+        self.ranks, self.latency_s = ranks, latency_s
+        self.rate_of = dict.fromkeys(ranks, rate)
         self.part = num_bytes / len(ranks)
         self.held = {r: [{r} for _ in ranks] for r in ranks}
         self.ready_s = dict.fromkeys(ranks, 0.0)
@@ -347,7 +363,7 @@ class _Rings:
         for place, rank in enumerate(self.ranks):
             index = (place - shift) % size
             start_s = max(self.ready_s[rank], self.link_s[rank])
-            self.link_s[rank] = start_s + self.part / self.rate
+            self.link_s[rank] = start_s + self.part / self.rate_of[rank]
             arrival_s = self.link_s[rank] + self.latency_s
             sent.append((self.ranks[(place + 1) % size], index, self.held[rank][index], arrival_s))
         for rank, index, addends, arrival_s in sent:
@@ -381,6 +397,17 @@ def test_ring_formula_is_what_its_messages_take(num_ranks: int) -> None:
     """Every rank ends with the sum of all, at the time that the formula says."""
     cost = Network(latency_s=0.01, bytes_per_s=100.0).allreduce(num_ranks)
     assert cost.seconds(840) == pytest.approx(_play_ring(num_ranks, 840, 0.01, 100.0))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_ring_is_as_fast_as_its_slowest_link(num_ranks: int) -> None:
+    """One link at a quarter of the rate is a network of that rate, but for the latency."""
+    ring = _Rings(list(range(num_ranks)), 840.0, 0.0, 100.0)
+    ring.rate_of[1] = 25.0
+    ring.scatter()
+    ring.gather()
+    cost = Network(latency_s=0.0, bytes_per_s=25.0).allreduce(num_ranks)
+    assert cost.seconds(840) == pytest.approx(max(ring.ready_s.values()))
 
 
 @pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (3, 4), (4, 8)])

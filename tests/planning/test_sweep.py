@@ -158,10 +158,16 @@ def test_the_table_shows_a_cell_in_a_line() -> None:
 
 
 def test_sweep_runs_as_a_command(plan_path: str) -> None:
-    """`python -m ddpopt sweep` has a default grid of 4 world sizes and 3 bandwidths."""
+    """`python -m ddpopt sweep` has a default grid of 4 world sizes and 3 bandwidths.
+
+    Below it stands for how many ranks the plan in the file is.
+    """
     done = _run("sweep", plan_path)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1 + 4 * 3
+    *cells, empty, saved = done.stdout.splitlines()
+    assert len(cells) == 1 + 4 * 3
+    assert not empty
+    assert saved.endswith("for 2 ranks")
 
 
 def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
@@ -193,7 +199,9 @@ def test_simulate_prints_the_simulation(
 ) -> None:
     """It is of the plan's ring, or of given links and stragglers, here as JSON."""
     assert main(["simulate", plan_path, "--world-size", "16"]) == 0
-    assert capsys.readouterr().out == f"{simulate(plan, world_size=16)}\n"
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{simulate(plan, world_size=16)}\n")
+    assert shown.endswith("for 2 ranks\n")
     text = "--bandwidth 200gbit --algorithm hierarchical --ranks-per-node 8 --latency-us 10"
     slow = ("--stragglers", "0.02", "--seed", "7")
     assert main(["simulate", plan_path, "--world-size", "16", *text.split(), *slow, "--json"]) == 0
@@ -203,6 +211,7 @@ def test_simulate_prints_the_simulation(
     )
     printed = json.loads(capsys.readouterr().out)
     assert printed["cost"]["startup_s"] == pytest.approx(expected.cost.startup_s)
+    assert (printed["world_size"], printed["plan_world_size"]) == (16, 2)
     assert printed["efficiency"] == pytest.approx(expected.efficiency)
 
 
@@ -224,11 +233,11 @@ def test_commands_keep_the_plans_interference(
         (("sweep", "{plan}", "--world-sizes", "0"), "'0' is no whole number"),
         (("sweep", "{plan}", "--bandwidths", "10gbps"), "'10gbps'"),
         (("sweep", "{plan}", "--latency-us", "-1"), "latency_s is -1e-06"),
-        (("sweep", "{plan}", "--ranks-per-node", "0"), "ranks_per_node is 0"),
+        (("sweep", "{plan}", "--ranks-per-node", "0"), "'0' is no whole number"),
         (("sweep", "{plan}", "--stragglers", "-1"), "mean_delay is -1.0"),
         (("sweep", "{plan}", "--algorithm", "star"), "star"),
         (("simulate", "{plan}"), "--world-size"),
-        (("simulate", "{plan}", "--world-size", "0"), "world_size is 0"),
+        (("simulate", "{plan}", "--world-size", "0"), "'0' is no whole number"),
         (("simulate", "{plan}", "--world-size", "8", "--latency-us", "5"), "without --bandwidth"),
         (("simulate", "{broken}", "--world-size", "8"), "it has no 'version'"),
     ],

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt._text import format_ms, write_text
+from ddpopt._text import count, format_ms, write_text
 from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group, torchrun_group
 from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
 from ddpopt.errors import PlanError
@@ -122,7 +122,9 @@ def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
     if network is None and flags:
         raise PlanError(f"{', '.join(flags)} given without --bandwidth")
     simulation = simulate(saved, world_size=args.world_size, network=network, stragglers=stragglers)
-    return Report(data=json.loads(simulation.to_json()), parts=[str(simulation)])
+    data = json.loads(simulation.to_json())
+    data["plan_world_size"] = saved.world_size
+    return Report(data=data, parts=[str(simulation), _describe_saved(saved, args)])
 
 
 def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
@@ -132,8 +134,16 @@ def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
     cells = sweep(saved, args.world_sizes, args.bandwidths, network, stragglers)
     return Report(
         data=[{**dataclasses.asdict(cell), "best": cell.best} for cell in cells],
-        parts=[render(cells)],
+        parts=[render(cells), _describe_saved(saved, args)],
     )
+
+
+def _describe_saved(saved: BucketPlan, args: argparse.Namespace) -> str:
+    """For how many ranks the plan in the file is."""
+    ranks = count(saved.world_size, "rank")
+    if saved.extrapolation:
+        ranks += f", its allreduces {saved.extrapolation}"
+    return f"\nsaved: {args.plan}, {count(len(saved.buckets), 'bucket')} for {ranks}"
 
 
 def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:

@@ -9,9 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._text import format_ms
+from ddpopt._text import count, format_ms
 from ddpopt._values import check_kind
-from ddpopt.errors import TorchDriftError
+from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.inspection.explanation import BucketReport, Explanation
 from ddpopt.inspection.metrics import source_of
 from ddpopt.inspection.recorder import recording_of
@@ -37,7 +37,9 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` returned for one.
         plan: Costs from which to predict times for DDP's current buckets. Default: those of the
-            plan that assigned its buckets, or of what `buckets="auto"` found.
+            plan that assigned its buckets, or of what `buckets="auto"` found. If it is for another
+            number of ranks than DDP has, they are extrapolated, as by `BucketPlan.for_ranks`; a
+            process alone is told about the plan's own number.
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`, or `plan` is no plan.
@@ -52,13 +54,17 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     search = tuner.find_tuner(ddp)
     assigned_plan = rebucket.plan_of(ddp)
 
+    # Predictions are for as many ranks as there are, whatever number a plan was made for.
     basis_plan = plan or assigned_plan or (search.best if search else None)
+    basis_plan, problem = _for_ranks_of(ddp, basis_plan)
     predicted = _predict(buckets, basis_plan) if basis_plan and buckets else None
 
     hints: list[str] = []
     if measured is None:
         hints.append(_describe_ddps_measurement(ddp))
-    if predicted is None and not tuner.is_searching(ddp):
+    if problem:
+        hints.append(f"predicted: nothing; {problem}")
+    elif predicted is None and not tuner.is_searching(ddp):
         remedy = _PLAN if search else f"{_PLAN}, or find buckets by buckets='auto'"
         hints.append(f"predicted: nothing; {remedy}")
     exposed = hint.hint_of(ddp)
@@ -71,7 +77,8 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         model=type(ddp.module).__name__,
         cuts=ddp_state.cuts,
         buckets=_relate(buckets, predicted, measured),
-        bucket_plan=assigned_plan,
+        # Without a cost for these ranks it says itself for how many it is.
+        bucket_plan=_for_ranks_of(ddp, assigned_plan)[0] or assigned_plan,
         tuning=search.outcome if search else "",
         predicted=predicted,
         basis=_describe_basis(basis_plan) if basis_plan and predicted else "",
@@ -81,6 +88,19 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         hints=tuple(hints),
         texts=dict(ddp_state.texts),
     )
+
+
+def _for_ranks_of(
+    ddp: DistributedDataParallel, plan: BucketPlan | None
+) -> tuple[BucketPlan | None, str]:
+    """A plan with the costs of the ranks of `ddp`, or None and why there is none."""
+    if plan is None:
+        return None, ""
+    try:
+        return rebucket.for_ranks_of(ddp, plan), ""
+    except PlanError as error:
+        num_ranks = ddp.process_group.size()
+        return None, f"{error}: explain(model, plan.for_ranks({num_ranks}, network))"
 
 
 def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
@@ -200,7 +220,11 @@ def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timelin
 
 
 def _describe_basis(costs: BucketPlan) -> str:
+    allreduce = "an allreduce"
+    if costs.extrapolation:
+        allreduce += f", {costs.extrapolation},"
     return (
-        f"computation: {costs.profile.source}; an allreduce takes "
+        f"{count(costs.world_size, 'rank')}; computation: {costs.profile.source}; "
+        f"{allreduce} takes "
         f"{costs.cost.startup_s * 1e3:.2f} ms and {costs.cost.s_per_mib * 1e3:.2f} ms a MiB"
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpopt._text import quote
+from ddpopt._text import count, quote
 from ddpopt._values import BEYOND, POSITIVE, RANKS, Limits, check_kind, check_number
 from ddpopt.errors import PlanError
 
@@ -207,6 +207,37 @@ class AllreduceCost:
         """Return how long an allreduce of `num_bytes` takes."""
         return self.startup_s + self.s_per_byte * num_bytes
 
+    def extrapolated(self, from_ranks: int, to_ranks: int) -> AllreduceCost:
+        """This cost, which is that of a ring of `from_ranks`, in a ring of `to_ranks`.
+
+        A ring of n ranks reduces in 2 (n - 1) steps, one after another. In each of them every rank
+        sends 1 / n of the bytes to the next, which is 2 (n - 1) / n of them in all (Patarasuk and
+        Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). So
+        `startup_s` grows with the steps and `s_per_byte` with the bytes: from 8 ranks to 16, by
+        30 / 14 and (30 / 16) / (14 / 8). Links are taken to be equal. What computation loses stays,
+        except that one rank alone communicates nothing.
+
+        Raises:
+            PlanError: a number of ranks is no whole number, or below 1; or `from_ranks` is 1, whose
+                cost says nothing of messages, and `to_ranks` more.
+        """
+        check_number("from_ranks", from_ranks, RANKS, PlanError)
+        check_number("to_ranks", to_ranks, RANKS, PlanError)
+        if from_ranks == to_ranks:
+            return self
+        if from_ranks == 1:
+            raise PlanError(
+                f"the cost is that of 1 rank, from which none follows for {to_ranks}; give a "
+                "network"
+            )
+        steps, steps_before = _steps_of_ring(to_ranks), _steps_of_ring(from_ranks)
+        return dataclasses.replace(
+            self,
+            startup_s=self.startup_s * (steps / steps_before),
+            s_per_byte=self.s_per_byte * ((steps * from_ranks) / (steps_before * to_ranks)),
+            launch_s=self.launch_s if to_ranks > 1 else 0.0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
@@ -282,6 +313,13 @@ class Network:
             contention=self.contention,
             launch_s=self.launch_s if world_size > 1 else 0.0,
         )
+
+
+def describe_extrapolation(from_ranks: int, to_ranks: int) -> str:
+    """How a cost was computed for other ranks than it is known for; "" if it is for these."""
+    if from_ranks == to_ranks:
+        return ""
+    return f"extrapolated from {count(from_ranks, 'rank')} to {to_ranks}"
 
 
 def _steps_of_ring(num_ranks: int) -> int:

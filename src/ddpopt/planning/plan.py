@@ -32,6 +32,7 @@ from ddpopt.planning.costs import (
     PlannedBucket,
     Profile,
     check_keys,
+    describe_extrapolation,
     naming,
 )
 from ddpopt.planning.estimates import estimate, scale, wrapped_module
@@ -55,18 +56,25 @@ class BucketPlan:
     The next `sizes[k]` gradients of the profile, in its order, complete together; if they are of
     several groups, each group gets a bucket.
 
+    `cost` is that of `world_size` ranks. The buckets may be used by any number of them; what is
+    predicted may not, see `for_ranks`.
+
     Raises:
         PlanError: `sizes` does not add up to the number of gradients, two of these share a name, or
-            `world_size` or a size is no whole number, or below 1.
+            a number of ranks or a size is no whole number, or below 1.
     """
 
     profile: Profile
     cost: AllreduceCost
     world_size: int
     sizes: tuple[int, ...]
+    # The number of ranks whose cost was known, if that of `world_size` was computed from it.
+    extrapolated_from: int | None = None
 
     def __post_init__(self) -> None:
         check_number("world_size", self.world_size, RANKS, PlanError)
+        if self.extrapolated_from is not None:
+            check_number("extrapolated_from", self.extrapolated_from, RANKS, PlanError)
         check_kind("profile", self.profile, Profile, "give what estimate returns", PlanError)
         check_kind("cost", self.cost, AllreduceCost, "give what calibrate returns", PlanError)
         remedy = "give the number of gradients of each bucket, as (2, 5)"
@@ -98,9 +106,60 @@ class BucketPlan:
 
     @property
     def hash(self) -> str:
-        """A digest of the buckets alone: ranks with equal ones can train together."""
-        content = [[bucket.parameters, bucket.num_bytes] for bucket in self.buckets]
+        """A digest of the buckets that DDP forms: ranks with equal ones can train together."""
+        content: list[Any] = [[bucket.parameters, bucket.num_bytes] for bucket in self.buckets]
+        if not self._has_one_group:
+            # Here they follow from one cap, which the cost decides.
+            content.append(self.ddp_kwargs())
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    @property
+    def _has_one_group(self) -> bool:
+        """Whether all gradients are of one dtype and device, so that DDP can form any buckets."""
+        return len({gradient.group for gradient in self.profile.gradients}) == 1
+
+    @property
+    def basis_ranks(self) -> int:
+        """For how many ranks the cost was known that `cost` is, or was extrapolated from."""
+        return self.extrapolated_from or self.world_size
+
+    @property
+    def extrapolation(self) -> str:
+        """How `cost` was computed from that of other ranks, for users; "" if it was not."""
+        return describe_extrapolation(self.basis_ranks, self.world_size)
+
+    def for_ranks(
+        self, num_ranks: int, network: Network | AllreduceCost | None = None
+    ) -> BucketPlan:
+        """The same buckets, with the cost of an allreduce among `num_ranks` ranks.
+
+        Without `network` that is the cost of a ring with more or fewer ranks of the same kind
+        (`AllreduceCost.extrapolated` has the formula and its source), and `extrapolated_from` says
+        so; a cost that has been extrapolated before keeps the number that it came from. Otherwise
+        it is the cost in that network, or the one that is given, with what it says of computation.
+        Computation is as it was: each rank is taken to have as large a batch. From one rank no cost
+        leads back to more.
+
+        Raises:
+            PlanError: `num_ranks` is no whole number, or below 1; the plan is for 1 rank, from
+                whose cost none follows for more; or `network` is neither.
+        """
+        check_number("num_ranks", num_ranks, RANKS, PlanError)
+        if network is not None:
+            remedy = "give a ddpopt.planning.Network, or what calibrate returned"
+            check_kind("network", network, (Network, AllreduceCost), remedy, PlanError)
+            cost = network.allreduce(num_ranks) if isinstance(network, Network) else network
+            return dataclasses.replace(
+                self, cost=cost, world_size=num_ranks, extrapolated_from=None
+            )
+        if num_ranks == self.world_size:
+            return self
+        return dataclasses.replace(
+            self,
+            cost=self.cost.extrapolated(self.world_size, num_ranks),
+            world_size=num_ranks,
+            extrapolated_from=None if num_ranks == self.basis_ranks else self.basis_ranks,
+        )
 
     def timeline(self) -> Timeline:
         """The predicted times of an iteration with this plan."""
@@ -111,8 +170,12 @@ class BucketPlan:
 
         `bucket_cap_mb_list`, or the best `bucket_cap_mb` if gradients are of several dtypes or
         devices: the list would apply to each of them separately.
+
+        Which cap is best depends on the cost, so that it may differ for another number of ranks.
+        The number is the plan's, whoever asks; all ranks have to ask an equal plan.
         """
-        if len({gradient.group for gradient in self.profile.gradients}) == 1:
+        # Not the process group's number: a rank that asks before it joins would get another cap.
+        if self._has_one_group:
             return {"bucket_cap_mb_list": [cap / _MIB for cap in self.caps_bytes]}
         best = min(
             uniform_buckets(self.profile),
@@ -187,10 +250,13 @@ class BucketPlan:
         default = dataclasses.replace(self, sizes=default_sizes).timeline()
         timeline = self.timeline()
         names = (shorten(bucket.parameters) for bucket in self.buckets)
+        basis = f"{self.profile.source} times"
+        if self.extrapolation:
+            basis += f", allreduces {self.extrapolation}"
         return "\n".join(
             [
                 f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
-                f"({self.profile.source} times): backward {format_ms(timeline.backward_s)} ms, "
+                f"({basis}): backward {format_ms(timeline.backward_s)} ms, "
                 f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
                 f"{format_ms(default.backward_s)}; bound of the iteration "
                 f"{format_ms(timeline.bound_s)}",
@@ -241,8 +307,9 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         model: What DDP is to wrap, or wraps, or the DDP module; compiled or not, on its device, in
             the mode used in training.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        network: What `calibrate` measured, or the links of a cluster.
-        world_size: Number of ranks; None means that of the default process group.
+        network: What `calibrate` measured among `world_size` ranks, or the links of a cluster.
+        world_size: Number of ranks; None means that of the default process group. For others than
+            were measured, see `BucketPlan.for_ranks`.
         backend: Compiles the model for the measurement; None measures it uncompiled.
         device: Rates of the device, to run nothing: then times are estimated too, as they are for
             models on the meta device.

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddpopt import _torch
+from ddpopt import _logs, _torch
 from ddpopt._slots import Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
@@ -64,6 +64,9 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
     apply(ddp, agreed)
     state.get(ddp).take_new_limits()
     _forbid_backward(ddp)
+    note = describe_ranks(ddp, agreed)
+    if note and ddp.process_group.rank() == 0:
+        _logs.info("buckets are those of a plan%s", note)
 
 
 def _read(plan: object) -> BucketPlan:
@@ -360,8 +363,41 @@ def _plain_names(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str,
 
 
 def plan_of(ddp: DistributedDataParallel) -> BucketPlan | None:
-    """The plan that gave `ddp` its buckets, None if they are DDP's own."""
+    """The plan that gave `ddp` its buckets, None if they are DDP's own.
+
+    It is as it was made, perhaps for another number of ranks: see `for_ranks_of`.
+    """
     return _plans.get(ddp)
+
+
+def for_ranks_of(ddp: DistributedDataParallel, plan: BucketPlan) -> BucketPlan:
+    """A plan with the cost of an allreduce among the ranks of `ddp`, for predictions.
+
+    A process that is alone communicates nothing. Whoever looks at a model there asks about the
+    ranks that the plan is for, as `ddpopt explain` does.
+
+    Raises:
+        PlanError: the plan's cost says nothing of so many ranks.
+    """
+    num_ranks = ddp.process_group.size()
+    return plan if num_ranks == 1 else plan.for_ranks(num_ranks)
+
+
+def describe_ranks(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
+    """What becomes of a plan's predictions among the ranks of `ddp`, to end a sentence.
+
+    "" if the plan is for as many ranks.
+    """
+    num_ranks = ddp.process_group.size()
+    try:
+        there = for_ranks_of(ddp, plan)
+    except PlanError as error:
+        return f"; nothing is predicted for {count(num_ranks, 'rank')}: {error}"
+    if there.extrapolation:
+        return f"; what is predicted of them is {there.extrapolation}"
+    if there.world_size != num_ranks:
+        return f"; what is predicted of them is for {count(there.world_size, 'rank')}"
+    return ""
 
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:

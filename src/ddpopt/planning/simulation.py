@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ddpopt._text import count, format_ms, quote, table
 from ddpopt._values import RANKS, Limits, check_kind, check_number
 from ddpopt.errors import PlanError
-from ddpopt.planning.costs import AllreduceCost, Network
+from ddpopt.planning.costs import AllreduceCost, Network, describe_extrapolation
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, BucketPlan, plan_buckets
 from ddpopt.planning.timeline import BucketTimes, Timeline, bucket_table, predict
@@ -130,9 +130,8 @@ def simulate(
 ) -> Simulation:
     """Predict one iteration of `plan` on a cluster of `world_size` ranks.
 
-    Without `network` it is the network that the plan's cost implies for a ring with one rank per
-    node; an `AllreduceCost` is used as it is, for any `world_size`. A bucket is ready when its last
-    gradient is ready on the slowest rank.
+    What an allreduce costs there follows from `network`, or from the plan's cost, as in
+    `BucketPlan.for_ranks`. A bucket is ready when its last gradient is ready on the slowest rank.
 
     Raises:
         PlanError: `world_size` is not a positive whole number, or no network follows from the plan.
@@ -158,23 +157,14 @@ def simulate(
 def _cost(
     plan: BucketPlan, world_size: int, network: Network | AllreduceCost | None
 ) -> tuple[AllreduceCost, str]:
+    """What an allreduce costs there, and where that is from; see `BucketPlan.for_ranks`."""
     if isinstance(network, AllreduceCost):
         return network, "as given"
     if network is not None:
         return network.allreduce(world_size), f"{network.algorithm}, computed from given links"
-    if world_size == plan.world_size:
-        return plan.cost, "the plan's"
-    if plan.world_size < 2:
-        raise PlanError("the plan is for 1 rank, so that no cost for more follows; give a network")
-    # A ring of n ranks, one per node, sends 2 (n - 1) messages of 1 / n of the bytes.
-    messages = (world_size - 1) / (plan.world_size - 1)
-    cost = dataclasses.replace(
-        plan.cost,
-        startup_s=plan.cost.startup_s * messages,
-        s_per_byte=plan.cost.s_per_byte * messages * plan.world_size / world_size,
-        launch_s=plan.cost.launch_s if world_size > 1 else 0.0,
-    )
-    return cost, f"ring, extrapolated from {plan.world_size} ranks"
+    extrapolation = describe_extrapolation(plan.basis_ranks, world_size)
+    cost = plan.cost.extrapolated(plan.world_size, world_size)
+    return cost, f"ring, {extrapolation}" if extrapolation else "the plan's"
 
 
 @dataclass(frozen=True, slots=True)

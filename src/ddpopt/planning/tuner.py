@@ -341,7 +341,8 @@ class _Tuner(Subscriber):
         _begin_forward(ddp)
         if state.get(ddp).is_recut:  # otherwise compiled code was already cut for these buckets
             state.get(ddp).take_new_limits()
-        self._report(ddp, f"buckets are those of {self.source}")
+        ranks = rebucket.describe_ranks(ddp, best)
+        self._report(ddp, f"buckets are those of {self.source}{ranks}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
