@@ -1,0 +1,1 @@
+"""What meetings of many ranks cost: `python -m benchmarks.meetings`."""
