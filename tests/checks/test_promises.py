@@ -104,6 +104,11 @@ LOSSES: dict[str, Callable[[Loss], Callable[..., torch.Tensor]]] = {
 }
 
 
+def _record(model: nn.Module, x: torch.Tensor, loss: Any) -> None:
+    with ddpopt.record(model):
+        pass
+
+
 def _plan(backend: str | None, model: nn.Module, x: torch.Tensor, loss: Any) -> None:
     ddpopt.plan(model, x, network=NETWORK, world_size=2, backend=backend, loss=loss)
 
@@ -114,10 +119,12 @@ CALLS: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
     "plan, eager": functools.partial(_plan, None),
     "plan, compiled": functools.partial(_plan, "aot_eager"),
     "estimate": lambda model, x, loss: estimate(model, x, device=DEVICE, loss=loss),
+    "record": _record,
+    "calibrate": lambda model, x, loss: ddpopt.calibrate(),
     "explain": lambda model, x, loss: str(ddpopt.explain(model)),
     "metrics": lambda model, x, loss: ddpopt.metrics(model),
 }
-ON_ONE_RANK = frozenset({"plan, eager", "plan, compiled", "estimate", "explain", "metrics"})
+ON_ONE_RANK = frozenset(CALLS) - {"warmup", "verify", "calibrate"}
 
 
 def _shrink(parameter: torch.Tensor) -> None:

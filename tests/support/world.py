@@ -23,9 +23,10 @@ def world_of(**roots: Any) -> dict[str, Any]:
     tensors with gradients and hooks, generators by their state, and a DDP module's Reducer by what
     its logger says. Values are such that they can be compared by `==`.
     """
+    threads = {thread.name for thread in threading.enumerate()}
     found: dict[str, Any] = {
         "environment": dict(os.environ),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "threads": threads - {"ddpopt store"},  # a group's first meeting makes that one
         "torch's numbers": torch.get_rng_state().tolist(),
         "Python's numbers": random.getstate(),
         "gradient mode": torch.is_grad_enabled(),
