@@ -14,7 +14,7 @@ import torch
 import ddpopt
 from ddpopt.backend import _FirstForward, _Looking, _Verifying
 from ddpopt.inspection.recorder import _Recorder
-from ddpopt.planning import hint, static_graph
+from ddpopt.planning import early, hint, static_graph
 from ddpopt.planning.rebucket import _Accumulation, _Permission
 from ddpopt.planning.tuner import _Tuner
 from ddpopt.steps import observing
@@ -29,6 +29,7 @@ HOOKS: list[tuple[Any, str]] = [
     (_FirstForward, "after_forward"),
     (_Looking, "after_forward"),
     (hint._Watch, "before_forward"),
+    (early._Watch, "after_forward"),
     (IterationClock, "before_forward"),  # `metrics` has one
     (static_graph._Counter, "before_forward"),
     (static_graph._Counter, "_arrive"),
@@ -68,8 +69,8 @@ def test_an_observer_that_raises_ends_no_training(
     """It is reported once, and gradients are eager's."""
     monkeypatch.setattr(observing, "_reported", set())
     ddp, expected = twins(MLP(), bucket_cap_mb=0.01, static_graph=True)
-    if owner is hint._Watch:  # several ranks have one
-        subscribe(ddp, hint._Watch())
+    if owner in (hint._Watch, early._Watch):  # several ranks have one
+        subscribe(ddp, owner())
     inputs = batches(0, [(4, 64)] * 3)
     model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
     failing = mock.Mock(side_effect=RuntimeError("an observer's"))

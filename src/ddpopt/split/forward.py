@@ -197,7 +197,7 @@ def _have_as_attributes(
         name = str(argument.target)
         setattr(section_graph, name, getattr(stitched, name))
         with graph.inserting_before(call_nodes(graph)[0]):
-            attribute = graph.get_attr(name)
+            attribute = graph.create_node("get_attr", name)  # get_attr() warns of such objects
         placeholder.replace_all_uses_with(attribute)
         graph.erase_node(placeholder)
         if not argument.users:
