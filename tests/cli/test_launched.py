@@ -6,12 +6,13 @@ import json
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from ddpopt.cli import doctor, main
 from ddpopt.cli.doctor import Check, Findings
-from ddpopt.cli.launched import Launch, find_launch, send_to_rank_0
+from ddpopt.cli.launched import Launch, find_launch, settle
 from ddpopt.cli.output import InputError, Report, Screen
 from tests.cli.test_cli import _run_on_two_ranks
 from tests.support.documents import environment
@@ -65,24 +66,27 @@ def test_ranks_that_all_differ_fill_no_screen_and_problems_come_first(
     assert sum(check["name"] == "TORCH_TRACE" for check in report.data["checks"]) == 511
 
 
-def test_rank_0_hears_of_each_rank_that_writes_in_time() -> None:
+def test_rank_0_hears_of_each_rank_that_writes_in_time_and_all_end_alike() -> None:
     """The last of three writes nothing; findings arrive as they were."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     findings = [_findings(rank, BAD, failed=(BAD.name,)) for rank in range(2)]
+    heard: dict[int, Findings] = {}
 
-    def send(rank: int) -> dict[int, Findings]:
+    def judge(found: dict[int, dict[str, Any]]) -> int:
+        heard.update({rank: Findings.from_json(data) for rank, data in found.items()})
+        return 1
+
+    def end(rank: int) -> int:
         launch = Launch(rank, 3, "localhost", port)
-        found = send_to_rank_0(launch, findings[rank].to_json(), wait_s=3)
-        return {rank: Findings.from_json(data) for rank, data in found.items()}
+        return settle(launch, findings[rank].to_json(), judge, wait_s=3)
 
     with ThreadPoolExecutor() as pool:
-        of_rank_0, of_rank_1 = pool.map(send, range(2))
-    assert of_rank_0[1].host == "node0"
-    assert of_rank_0[1].checks == findings[1].checks
-    assert of_rank_0.keys() == {0, 1}
-    assert not of_rank_1
+        assert list(pool.map(end, range(2))) == [1, 1]
+    assert heard.keys() == {0, 1}
+    assert heard[1].host == "node0"
+    assert heard[1].checks == findings[1].checks
 
 
 def test_a_rank_that_reaches_nobody_speaks_for_itself(
@@ -95,7 +99,7 @@ def test_a_rank_that_reaches_nobody_speaks_for_itself(
 
     launch = Launch(3, 4, "node0", 29400)
     monkeypatch.setattr(doctor, "find_launch", lambda: launch)
-    monkeypatch.setattr(doctor, "send_to_rank_0", fail)
+    monkeypatch.setattr(doctor, "settle", fail)
     monkeypatch.setattr(doctor, "_examine", lambda _screen: _findings(3))
     assert main(("doctor",)) == 1
     text = capsys.readouterr().out

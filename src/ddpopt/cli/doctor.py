@@ -12,6 +12,7 @@ import platform
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
 from ddpopt._traced import TrialModel
 from ddpopt.cli.inputs import one_rank_group
-from ddpopt.cli.launched import WAIT_S, find_launch, send_to_rank_0
+from ddpopt.cli.launched import WAIT_S, find_launch, settle
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.inspection.explain import explain
 from ddpopt.options import NO_COMPILER, SPLITS
@@ -39,6 +40,7 @@ _REPORT = "see the problems above, or report it with this output"
 _UNREACHED = (
     "look at rank 0's output, and at MASTER_ADDR and MASTER_PORT, where a firewall may be between"
 )
+_PRINTING_S = 2.0  # for rank 0, which torchrun ends as soon as another rank has failed
 _MOST_ROWS = 12  # of ranks that differ from most
 _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
@@ -84,15 +86,22 @@ class Findings(NamedTuple):
 def run(_args: argparse.Namespace, screen: Screen) -> Report | None:
     """Check; the status is 1 if a small model could not be split, or nothing be compiled.
 
-    Of processes that a launcher has started together, rank 0 reports for all; on the others the
-    status is 0, since torchrun ends rank 0 when one of them fails.
+    Of processes that a launcher has started together, rank 0 reports for all, and all have its
+    status.
     """
     launch = find_launch()
     findings = _examine(screen)
     if launch is None:
         return _report_one(findings)
+    reports: list[Report] = []
+
+    def judge(data_by_rank: Mapping[int, Mapping[str, Any]]) -> int:
+        by_rank = {rank: Findings.from_json(data) for rank, data in data_by_rank.items()}
+        reports.append(report_all(by_rank, launch.num_ranks))
+        return reports[0].status
+
     try:
-        by_rank = send_to_rank_0(launch, findings.to_json())
+        status = settle(launch, findings.to_json(), judge)
     except (dist.DistError, TimeoutError) as error:
         # This rank speaks for itself: its own table may say why.
         text = " ".join(str(error).split())
@@ -100,9 +109,11 @@ def run(_args: argparse.Namespace, screen: Screen) -> Report | None:
         checks = [*findings.checks, lost]
         return _report_one(findings._replace(checks=checks, failed=[*findings.failed, lost.name]))
     if launch.rank:
+        if status:
+            time.sleep(_PRINTING_S)
+            sys.exit(status)
         return None
-    found = {rank: Findings.from_json(data) for rank, data in by_rank.items()}
-    return report_all(found, launch.num_ranks)
+    return reports[0]
 
 
 def _examine(screen: Screen) -> Findings:

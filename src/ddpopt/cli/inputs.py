@@ -29,7 +29,7 @@ from ddpopt._text import quote
 from ddpopt.cli.output import InputError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MOST_DIGITS = 9
+MOST_DIGITS = 9
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
@@ -174,7 +174,7 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
 
 def _use_own_gpu() -> None:
     local_rank, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if not local_rank.isdecimal() or len(local_rank) > _MOST_DIGITS:
+    if not local_rank.isdecimal() or len(local_rank) > MOST_DIGITS:
         raise InputError(
             f"LOCAL_RANK is {quote(local_rank)}, which is no number of a process; start by torchrun"
         )
