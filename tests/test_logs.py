@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from tests.support.logs import logged
 from tests.support.models import MLP, batches
 from tests.support.ranks import Ranks
 
@@ -120,12 +121,18 @@ def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count:
     assert lines == [str(k + 1) for k in range(count)]
 
 
-def _logged_plans(rank: int, is_warmed_up: bool) -> list[str]:
-    """Return the plans that a rank logs at INFO in two steps."""
+def _logged_plans(rank: int, is_warmed_up: bool, names: str) -> list[str]:
+    """Return the plans that a rank logs in two steps, with `TORCH_LOGS` of these names."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.0316)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     inputs = batches(rank, [(2, 64)] * 2)
-    with logged("info") as lines:
+    lines: list[str] = []
+    level = logging.DEBUG if names.startswith("+") else logging.INFO
+    own_log = logging.getLogger("ddpopt")
+    with (
+        mock.patch.object(own_log, "isEnabledFor", lambda asked: asked >= level),
+        mock.patch.object(own_log, "log", lambda _, text, *args, **__: lines.append(text % args)),
+    ):
         if is_warmed_up:
             ddpopt.warmup(compiled, inputs[0])
         for x in inputs:
@@ -134,11 +141,14 @@ def _logged_plans(rank: int, is_warmed_up: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("is_warmed_up", [False, True])
-def test_each_rank_logs_its_plans_once(ranks: Ranks, is_warmed_up: bool) -> None:
-    """It logs them whether the first step or `warmup` compiles."""
-    for plans in ranks.run(_logged_plans, is_warmed_up):
-        (plan,) = plans
-        assert "layers.5.weight, layers.5.bias" in plan
+@pytest.mark.parametrize(("names", "num_plans"), [("ddpopt", [1, 0]), ("+ddpopt", [1, 1])])
+def test_rank_0_logs_its_plans_once_and_the_others_do_where_that_is_asked_for(
+    ranks: Ranks, is_warmed_up: bool, names: str, num_plans: list[int]
+) -> None:
+    """They log them whether the first step or `warmup` compiles."""
+    plans_by_rank = ranks.run(_logged_plans, is_warmed_up, names)
+    assert [len(plans) for plans in plans_by_rank] == num_plans
+    assert "layers.5.weight, layers.5.bias" in plans_by_rank[0][0]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 - `dynamo`, `distributed` or `ddp`: bucket boundaries and fallbacks, no graphs;
 - `ddp_graphs`: the graph that was cut, its sections' graphs, and a forward's stitched one;
-- `+ddpopt`: the messages of the first kind.
+- `+ddpopt`: the messages of the first kind, on each rank.
 
 Nothing is formatted while its logger is off: pass objects whose `str` does the work.
 """
@@ -23,9 +23,22 @@ _graph_log = _torch.graph_logger()
 
 def info(message: str, *args: object) -> bool:
     """Log at INFO with torch's logger or else ours, whichever is on; return False if neither is."""
+    return _log_at(logging.INFO, message, *args)
+
+
+def info_of_rank(rank: int, message: str, *args: object) -> bool:
+    """As `info` on rank 0; on the others at DEBUG, since of 512 ranks all would say the same.
+
+    A program that logs at INFO, as workers of Ray do, reads it once; `TORCH_LOGS=+ddpopt` has it of
+    each rank.
+    """
+    return _log_at(logging.DEBUG if rank else logging.INFO, message, *args)
+
+
+def _log_at(level: int, message: str, *args: object) -> bool:
     for logger in (_torch_log, _own_log):
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(message, *args, stacklevel=2)
+        if logger.isEnabledFor(level):
+            logger.log(level, message, *args, stacklevel=3)
             return True
     return False
 

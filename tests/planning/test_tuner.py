@@ -11,6 +11,7 @@ import copy
 import datetime
 import inspect
 import itertools
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ def _train(
         "planned": [b.parameters for b in plan.buckets] if plan else None,
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "explained": str(ddpopt.explain(ddp)),
+        "metrics": ddpopt.metrics(ddp),
         "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
         "names": [name for name, _ in module.named_parameters()],
         "sections": [len(plan.sections) for plan in records.get(ddp).cuts],
@@ -738,6 +740,25 @@ def test_explain_says_how_far_it_is_and_never_advises_what_is_on(ranks: Ranks) -
         assert texts[2].startswith("looking for better buckets: 3 of 8 steps\n")
         assert "comparing new buckets with those before: 2 of 8 steps\n" in texts[DECIDED]
         assert not any("buckets='auto'" in text or "predicted: nothing" in text for text in texts)
+
+
+def _train_at_own_speed(rank: int) -> dict[str, Any]:
+    """Train on ranks of which each takes as much longer as its number says."""
+    return _train(rank, "backward", SLOW, {"clock": _clock(TICK_S * (1 + rank))})
+
+
+def test_all_ranks_know_which_of_them_computes_longest_and_its_host(ranks: Ranks) -> None:
+    """Rank 1 takes twice as long, which `explain` and `metrics` tell on either rank."""
+    for known in ranks.run(_train_at_own_speed):
+        assert (
+            f"more on rank 1 ({socket.gethostname()}), the slowest: a straggler"
+            in known["explained"]
+        )
+        numbers = known["metrics"]
+        assert numbers["ddpopt.ranks.slowest"] == 1
+        assert numbers["ddpopt.ranks.slowest_behind_ms"] == pytest.approx(
+            numbers["ddpopt.ranks.computation_ms"]
+        )
 
 
 def test_the_choice_is_logged_once(ranks: Ranks) -> None:

@@ -37,7 +37,9 @@ def _check(command: list[str], num_nodes: str, monkeypatch: pytest.MonkeyPatch) 
     assert read.nnodes == num_nodes
     assert read.rdzv_endpoint.endswith(":29400")
     if read.module:
-        assert [read.training_script, *read.training_script_args] == ["ddpopt", "calibrate"]
+        name, command = [read.training_script, *read.training_script_args]
+        assert name == "ddpopt"
+        assert command in ("doctor", "calibrate")
         return read
     assert (ROOT / read.training_script).is_file()
     monkeypatch.setattr(sys, "argv", [read.training_script, *read.training_script_args])
@@ -46,29 +48,44 @@ def _check(command: list[str], num_nodes: str, monkeypatch: pytest.MonkeyPatch) 
     return read
 
 
-def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script runs with programs in place of Slurm's, which print their arguments."""
+def _submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with programs in place of Slurm's, which print their arguments."""
     for name, line in {
         "scontrol": 'printf "node0\\nnode1\\n"',
         "srun": 'printf "%q " "$@"; echo',
+        "venv/bin/activate": "is_active=1",
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
     slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "7"}
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "USER": "me", "SCRATCH": "/scratch"}
-    text = subprocess.run(
-        ["bash", "-euc", _block("train.sbatch")],
-        env={**slurm, "SLURM_JOB_NODELIST": "node[0-1]", **environment},
+    user = {"PATH": f"{folder}:{os.environ['PATH']}", "USER": "me", "HOME": str(folder)}
+    return subprocess.run(
+        ["bash", "-euc", _block("train.sbatch") + ': "$is_active"'],
+        env={**slurm, "SLURM_JOB_NODELIST": "node[0-1]", **user, **variables},
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
-    doctor, *launches = (shlex.split(line) for line in text.splitlines())
-    assert doctor == ["--ntasks-per-node", "1", "ddpopt", "doctor"]
-    assert len(launches) == 2
-    for command in launches:
+        check=False,
+    )
+
+
+def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so in the user's environment: for doctor, for calibrate and to train."""
+    done = _submit(tmp_path, SCRATCH="/scratch")
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert len(commands) == 3
+    for command in commands:
         read = _check(command, "2", monkeypatch)
         assert (read.rdzv_endpoint, read.nproc_per_node) == ("node0:29400", "8")
+
+
+def test_slurms_script_says_what_scratch_is_where_a_cluster_has_none(tmp_path: Path) -> None:
+    """A checkpoint that other nodes do not see would be lost with its node."""
+    done = _submit(tmp_path)
+    assert done.returncode != 0
+    assert "SCRATCH: is not set: set it to a folder that all nodes see" in done.stderr
+    assert not done.stdout
 
 
 def test_nodes_that_come_and_go_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ ELSEWHERE = {
         "recipes/lightning_fabric",
         "recipes/lightning_trainer",
         "recipes/nano_gpt",
+        "recipes/ray_train",
         "recipes/regional",
         "recipes/trainer",
     )

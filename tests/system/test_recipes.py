@@ -26,6 +26,7 @@ RECIPES = {
     "lightning_fabric.py": Recipe(("lightning",), EAGER),
     "lightning_trainer.py": Recipe(("lightning",), EAGER, ("as planned", LOGGED)),
     "nano_gpt.py": Recipe((), EAGER),
+    "ray_train.py": Recipe(("ray", "pyarrow"), EAGER),  # of ray[train]
     "regional.py": Recipe((), EAGER, ("planned alone because modules of one class share it",)),
     "trainer.py": Recipe(("accelerate", "transformers"), EAGER, ("as planned", LOGGED)),
 }

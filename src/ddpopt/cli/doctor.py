@@ -6,11 +6,14 @@ import argparse
 import contextlib
 import difflib
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +22,12 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, config
+from ddpopt._text import count, shorten
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
 from ddpopt._traced import TrialModel
 from ddpopt.cli.inputs import one_rank_group
+from ddpopt.cli.launched import WAIT_S, find_launch, settle
 from ddpopt.cli.output import Report, Screen, Table
 from ddpopt.inspection.explain import explain
 from ddpopt.options import NO_COMPILER, SPLITS
@@ -32,6 +37,11 @@ _INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"
 _INSTALL = "install ddpopt by pip; to put its folder on PYTHONPATH is not enough"
 _OPTIONS_PAGE = "docs/index.md#which-options"
 _REPORT = "see the problems above, or report it with this output"
+_UNREACHED = (
+    "look at rank 0's output, and at MASTER_ADDR and MASTER_PORT, where a firewall may be between"
+)
+_PRINTING_S = 2.0  # for rank 0, which torchrun ends as soon as another rank has failed
+_MOST_ROWS = 12  # of ranks that differ from most
 _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
 _SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # of torch.compile
@@ -51,8 +61,63 @@ class Check(NamedTuple):
         return not self.remedy
 
 
-def run(_args: argparse.Namespace, screen: Screen) -> Report:
-    """Check; the status is 1 if a small model could not be split, or nothing be compiled."""
+class Findings(NamedTuple):
+    """What one process found; `failed` names the checks without which nothing can be split."""
+
+    host: str
+    checks: Sequence[Check]
+    failed: Sequence[str]
+    # The private names that torch lacks, and what is lost without each.
+    missing_names: Mapping[str, str]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether no check has found a problem; training may still be split if one has."""
+        return all(check.is_ok for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "checks": [list(check) for check in self.checks]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Findings:
+        return cls(**{**data, "checks": [Check(*fields) for fields in data["checks"]]})
+
+
+def run(_args: argparse.Namespace, screen: Screen) -> Report | None:
+    """Check; the status is 1 if a small model could not be split, or nothing be compiled.
+
+    Of processes that a launcher has started together, rank 0 reports for all, and all have its
+    status.
+    """
+    launch = find_launch()
+    findings = _examine(screen)
+    if launch is None:
+        return _report_one(findings)
+    reports: list[Report] = []
+
+    def judge(data_by_rank: Mapping[int, Mapping[str, Any]]) -> int:
+        by_rank = {rank: Findings.from_json(data) for rank, data in data_by_rank.items()}
+        reports.append(report_all(by_rank, launch.num_ranks))
+        return reports[0].status
+
+    try:
+        status = settle(launch, findings.to_json(), judge)
+    except (dist.DistError, TimeoutError) as error:
+        # This rank speaks for itself: its own table may say why.
+        text = " ".join(str(error).split())
+        lost = Check("other ranks", f"rank {launch.rank} cannot reach them: {text}", _UNREACHED)
+        checks = [*findings.checks, lost]
+        return _report_one(findings._replace(checks=checks, failed=[*findings.failed, lost.name]))
+    if launch.rank:
+        if status:
+            time.sleep(_PRINTING_S)
+            sys.exit(status)
+        return None
+    return reports[0]
+
+
+def _examine(screen: Screen) -> Findings:
+    """Make all checks in this process."""
     is_readable = find_names(None)
     # Making a DDP module raises whatever is wrong with process groups here; the trials below report
     # it. Lost are the names of DDP's objects, which then are in no row.
@@ -63,14 +128,27 @@ def run(_args: argparse.Namespace, screen: Screen) -> Report:
     checks = [*_installed(), compiler, *_environment(), _names(is_readable), *trials]
     # Without a C++ compiler Inductor compiles nothing for CPUs; most models for GPUs need none.
     necessary = trials if torch.accelerator.is_available() else [compiler, *trials]
-    failed = [check.name for check in necessary if not check.is_ok]
-    rows = []
-    for check in checks:
-        text = "; ".join(part for part in (check.detail, check.remedy) if part)
-        rows.append((check.name, "ok" if check.is_ok else "problem", text))
+    return Findings(
+        host=socket.gethostname(),
+        checks=checks,
+        failed=[check.name for check in necessary if not check.is_ok],
+        missing_names={str(r): r.need.value for r in is_readable if not is_readable[r]},
+    )
+
+
+# ---- What people read ----------------------------------------------------------------------------
+
+
+def _report_one(findings: Findings) -> Report:
+    """A row for each check, the first of which names the host: Slurm starts one a node."""
+    checks = [Check("host", findings.host), *findings.checks]
+    failed = findings.failed
     verdict = f"not be split here; see {', '.join(failed)} above" if failed else "be split here"
     parts: list[str | Table] = [
-        Table(header=("check", "", "found"), rows=rows),
+        Table(
+            header=("check", "", "found"),
+            rows=[(check.name, _state_of(check), _text_of(check)) for check in checks],
+        ),
         f"\ntraining can {verdict}",
         f"which options to train with: {_OPTIONS_PAGE}",
     ]
@@ -78,9 +156,115 @@ def run(_args: argparse.Namespace, screen: Screen) -> Report:
         "format": "ddpopt doctor 1",
         "can_split": not failed,
         "checks": [{**check._asdict(), "is_ok": check.is_ok} for check in checks],
-        "missing_names": {str(row): row.need.value for row in is_readable if not is_readable[row]},
+        "missing_names": findings.missing_names,
     }
     return Report(data=data, parts=parts, status=1 if failed else 0)
+
+
+def report_all(by_rank: Mapping[int, Findings], num_ranks: int) -> Report:
+    """How many ranks are well, and a row for whatever several of them found alike.
+
+    Ranks without findings were not heard of. A check's row of most ranks is always there; of those
+    that differ from it, at most `_MOST_ROWS` are shown, problems first.
+    """
+    hosts = {rank: findings.host for rank, findings in by_rank.items()}
+    num_well = sum(findings.is_well for findings in by_rank.values())
+    silent = sorted(set(range(num_ranks)) - by_rank.keys())
+    # In the order of checks; some ranks have checks that others have not, such as of a variable.
+    ranks_of: dict[str, dict[Check, list[int]]] = {}
+    failed: dict[str, set[int]] = {}
+    for rank, findings in sorted(by_rank.items()):
+        for check in findings.checks:
+            ranks_of.setdefault(check.name, {}).setdefault(check, []).append(rank)
+        for name in findings.failed:
+            failed.setdefault(name, set()).add(rank)
+
+    usual: list[Check] = []
+    others: list[Check] = []
+    for ranks_by_check in ranks_of.values():
+        # Of variants that equally many ranks have, the one of the lowest rank.
+        most = max(ranks_by_check, key=lambda check: len(ranks_by_check[check]))
+        usual.append(most)
+        others += [check for check in ranks_by_check if check != most]
+    others.sort(key=lambda check: check.is_ok)
+    shown = {*usual, *others[:_MOST_ROWS]}
+
+    rows: list[tuple[str, ...]] = []
+    data_of_checks: list[dict[str, Any]] = []
+    for name, ranks_by_check in ranks_of.items():
+        for check, ranks in sorted(ranks_by_check.items(), key=lambda item: item[0] not in usual):
+            names = _name_holders(ranks, hosts, num_ranks)
+            if check in shown:
+                rows.append((name, names, _state_of(check), _text_of(check)))
+            data_of_checks.append({**check._asdict(), "is_ok": check.is_ok, "ranks": ranks})
+
+    num_hosts = len(set(hosts.values()))
+    lines = [f"{num_well} of {num_ranks} ranks are well, on {count(num_hosts, 'host')}"]
+    if silent:
+        lines.append(
+            f"nothing was heard of {_name_numbers(silent)} within {WAIT_S:.0f} s of rank 0's own "
+            "checks: look at what these print"
+        )
+    parts: list[str | Table] = [
+        "\n".join([*lines, ""]),
+        Table(header=("check", "ranks", "", "found"), rows=rows),
+    ]
+    if len(others) > _MOST_ROWS:
+        parts.append(f"  and {len(others) - _MOST_ROWS} rows more: --json has all")
+    unable = sorted({*silent, *itertools.chain.from_iterable(failed.values())})
+    verdict = "be split on all ranks"
+    if unable:
+        verdict = f"not be split on {len(unable)} of {num_ranks} ranks"
+        if failed:
+            verdict += f"; see {', '.join(failed)} above"
+    parts += [f"\ntraining can {verdict}", f"which options to train with: {_OPTIONS_PAGE}"]
+    missing_names: dict[str, str] = {}
+    for findings in by_rank.values():
+        missing_names |= findings.missing_names
+    data = {
+        "format": "ddpopt doctor 1",
+        "can_split": not unable,
+        "num_ranks": num_ranks,
+        "num_well": num_well,
+        "silent_ranks": silent,
+        "hosts": {str(rank): host for rank, host in sorted(hosts.items())},
+        "checks": data_of_checks,
+        "missing_names": missing_names,
+    }
+    return Report(data=data, parts=parts, status=1 if unable else 0)
+
+
+def _state_of(check: Check) -> str:
+    return "ok" if check.is_ok else "problem"
+
+
+def _text_of(check: Check) -> str:
+    return "; ".join(part for part in (check.detail, check.remedy) if part)
+
+
+def _name_holders(ranks: Sequence[int], hosts: Mapping[int, str], num_ranks: int) -> str:
+    """Ranks with their hosts: `all 512`, `498 of 512`, or `8-15 on node1`."""
+    if len(ranks) == num_ranks:
+        return f"all {num_ranks}"
+    if 2 * len(ranks) > num_ranks:
+        return f"{len(ranks)} of {num_ranks}"
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"{_name_numbers(ranks)} on {shorten(names)}"
+
+
+def _name_numbers(ranks: Sequence[int]) -> str:
+    """Sorted ranks as `rank 3` or `ranks 0, 8-15`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return f"rank{'' if len(ranks) == 1 else 's'} {shorten(names)}"
+
+
+# ---- Checks --------------------------------------------------------------------------------------
 
 
 def _installed() -> Iterator[Check]:

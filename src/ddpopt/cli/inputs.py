@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt._text import quote
 from ddpopt.cli.output import InputError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MOST_DIGITS = 9
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MOST_DIGITS = 9
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
@@ -152,7 +152,7 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
     Raises:
         InputError: torchrun did not start this process, or torch was built without the backend.
     """
-    missing = [name for name in _VARIABLES if name not in os.environ]
+    missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise InputError(
             f"{', '.join(missing)} not set: this measures processes that communicate, so it is "
@@ -174,7 +174,7 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
 
 def _use_own_gpu() -> None:
     local_rank, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if not local_rank.isdecimal() or len(local_rank) > _MOST_DIGITS:
+    if not local_rank.isdecimal() or len(local_rank) > MOST_DIGITS:
         raise InputError(
             f"LOCAL_RANK is {quote(local_rank)}, which is no number of a process; start by torchrun"
         )

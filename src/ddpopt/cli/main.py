@@ -91,7 +91,11 @@ def make_parser() -> _Parser:
         ("sweep", "show the efficiency of a plan on many clusters", _sweep),
         ("calibrate", "measure what an allreduce costs, under torchrun", _calibrate),
         ("bench", "measure a model under each way to train, under torchrun", _bench),
-        ("doctor", "check whether training can be split here", _doctor),
+        (
+            "doctor",
+            "check whether training can be split here, on torchrun's ranks if it starts it",
+            _doctor,
+        ),
     )
     for name, summary, add_arguments in rows:
         command = top.add_parser(

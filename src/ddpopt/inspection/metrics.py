@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt._slots import Slot
 from ddpopt.errors import Reason
-from ddpopt.planning import rebucket
+from ddpopt.planning import rebucket, tuner
 from ddpopt.split import state
 from ddpopt.steps.clock import IterationClock
 from ddpopt.steps.forwards import subscribe, watch_forwards
@@ -29,6 +29,9 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     if allreduces are rings: 2 (n - 1) / n times the bytes, on n ranks (as NCCL's tests define it).
     `ddpopt.recompiles` counts all compiles of a frame but the first with gradients, and the
     first without, as in evaluation.
+
+    Where `buckets="auto"` has measured all ranks, `ddpopt.ranks` has what a step computes on the
+    median rank then, without waiting for others, and which rank was the slowest, by how much.
 
     An attached algorithm adds what its `Handle.metrics` returns; DDP knows nothing of what it
     communicates, and those numbers are left out, as is what is not known yet.
@@ -61,6 +64,12 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         found["ddpopt.step.ms"] = clock.last_s * 1e3
     if known.buckets:
         found["ddpopt.buckets"] = len(known.buckets)
+    search = tuner.find_tuner(ddp)
+    if search is not None and search.spread is not None:
+        spread = search.spread
+        found["ddpopt.ranks.computation_ms"] = spread.median_s * 1e3
+        found["ddpopt.ranks.slowest"] = spread.slowest_rank
+        found["ddpopt.ranks.slowest_behind_ms"] = spread.behind_s * 1e3
     step = _torch.last_logged_step(ddp)
     source = source_of(ddp)
     if step.number:

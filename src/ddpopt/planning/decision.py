@@ -17,6 +17,7 @@ from ddpopt import _torch
 from ddpopt._text import format_ms, table
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
+from ddpopt.planning.spread import Spread, find_spread
 from ddpopt.planning.stopwatch import Measured
 from ddpopt.planning.timeline import Timeline, predict, undisturbed
 
@@ -47,6 +48,8 @@ class Decision(NamedTuple):
     plan: str = ""
     gain: float = 0.0
     is_better: bool = False
+    # How ranks differ; None if one of them could not measure.
+    spread: Spread | None = None
 
 
 def decide(
@@ -56,9 +59,11 @@ def decide(
     present_buckets = measured_by_rank[0].buckets
     for rank, measured in enumerate(measured_by_rank):
         if measured.problem:
-            return Decision(f"{STAY}: on rank {rank}, {measured.problem}; {_PLAN_AHEAD}")
+            where = f"on rank {rank} ({measured.host})"
+            return Decision(f"{STAY}: {where}, {measured.problem}; {_PLAN_AHEAD}")
         if measured.buckets != present_buckets:
-            return Decision(f"{STAY}: rank {rank} has other buckets than rank 0")
+            where = f"rank {rank} ({measured.host})"
+            return Decision(f"{STAY}: {where} has other buckets than rank 0")
 
     sizes = [len(bucket) for bucket in present_buckets]
     disturbed = _worst_case_profile(ddp, measured_by_rank)
@@ -90,8 +95,10 @@ def decide(
         if needed_gain > _LEAST_GAIN:
             text += f", since the prediction leaves {error:.1%} of one unexplained"
     times = _describe_times(present, best, profile.after_s)
-    text = "\n".join([text, "", *times, "", *_describe_cost(cost)])
-    return Decision(text, plan.to_json(), gain, is_better)
+    broadcasts_buffers = ddp.broadcast_buffers and len(ddp.modules_buffers) > 0
+    spread = find_spread(measured_by_rank, broadcasts_buffers=broadcasts_buffers)
+    text = "\n".join([text, "", *times, "", *_describe_cost(cost), "", str(spread)])
+    return Decision(text, plan.to_json(), gain, is_better, spread)
 
 
 def _worst_case_profile(
@@ -177,7 +184,8 @@ def judge(
     """Compare the slowest rank's iterations, from what all ranks measured before and after."""
     for rank, measured in enumerate(after_by_rank):
         if measured.problem:
-            return Verdict(f"what came of it is not known: on rank {rank}, {measured.problem}")
+            where = f"on rank {rank} ({measured.host})"
+            return Verdict(f"what came of it is not known: {where}, {measured.problem}")
     before_s = max(measured.iteration_s for measured in before_by_rank)
     after_s = max(measured.iteration_s for measured in after_by_rank)
     times = f"{format_ms(after_s)} ms, with the buckets before {format_ms(before_s)}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import socket
 import statistics
 import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +31,8 @@ _num_measured = weakref.WeakKeyDictionary()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """The medians of one rank's steps."""
+
+    host: str = field(default_factory=socket.gethostname)
 
     # Why there are no times.
     problem: str = ""

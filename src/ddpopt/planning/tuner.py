@@ -12,10 +12,10 @@ finely, and each rank notes when its gradients arrive. Then ranks meet and switc
    process group's store, with a time limit. If a rank does not come, or cannot go on, all keep
    their buckets; if one has gradients that wait to be reduced, or that lie in the present buckets,
    all meet again one backward later, a few times.
-4. From there on they are at the same place and use collectives: they measure the network and gather
-   the times, rank 0 plans, each rank says whether the plan fits it, and all apply it, or none does.
-   The new Reducer's first steps, in which ranks communicate once more, are taken there too: from
-   then on any rank may run a forward more again (`_torch.pass_first_steps`).
+4. From there on they are at the same place and use collectives: they measure the network, rank 0
+   gets their times and plans, each rank says whether the plan fits it, and all apply it, or none
+   does. The new Reducer's first steps, in which ranks communicate once more, are taken there too:
+   from then on any rank may run a forward more again (`_torch.pass_first_steps`).
 5. A few iterations later they meet once more: rank 0 compares, and if iterations did not get
    shorter, all undo the change.
 
@@ -42,6 +42,7 @@ from ddpopt.planning import rebucket, static_graph
 from ddpopt.planning.calibrate import calibrate
 from ddpopt.planning.decision import STAY, Decision, Verdict, decide, judge
 from ddpopt.planning.plan import BucketPlan
+from ddpopt.planning.spread import Spread
 from ddpopt.planning.stopwatch import Measured, Stopwatch
 from ddpopt.ranks.agree import decide_on_rank_0, gather_on_rank_0
 from ddpopt.ranks.meetings import JointDecision
@@ -159,6 +160,8 @@ class _Tuner(Subscriber):
         self.source = source
         # The best plan that was found, or the one from the file.
         self.best: BucketPlan | None = None
+        # How ranks differed in the search, once it is over.
+        self.spread: Spread | None = None
         # The result of the stages that are over, for users.
         self._outcome = ""
         # None when all is over.
@@ -354,6 +357,7 @@ class _Tuner(Subscriber):
             lambda: decide(ddp, by_rank, cost),
             lambda error: Decision(f"{STAY}: planning raised {error!r}"),
         )
+        self.spread = decision.spread
         self.best = best = BucketPlan.from_json(decision.plan) if decision.plan else None
         if best is None or not decision.is_better:
             self._report(ddp, decision.text)

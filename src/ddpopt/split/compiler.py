@@ -176,7 +176,7 @@ def compile_whole(
         # A runner would need the names that moved: nobody is told of the graph's calls.
         if ddp is not None:
             state.get(ddp).keep(cut, text)
-        _log(options, cut)
+        _log(options, cut, ddp)
         return call
     reporting = report_runs(call, Label(cut.graph, 0))
     compiled = CompiledGraph(cut=cut, text=text, call=reporting, argument_of={})
@@ -201,7 +201,7 @@ def _make_runner(
         log=functools.partial(_log, options),
     )
     runner.keep_for(ddp)
-    _log(options, compiled.cut)
+    _log(options, compiled.cut, ddp)
     return runner
 
 
@@ -218,14 +218,16 @@ def _new_cut(gm: fx.GraphModule, options: Options) -> Cut:
     )
 
 
-def _log(options: Options, cut: Cut) -> None:
-    """Log a cut; as a warning if overlap is lost that should not be."""
+def _log(options: Options, cut: Cut, ddp: DistributedDataParallel | None) -> None:
+    """Log a cut; as a warning, on each rank, if overlap is lost that should not be."""
     is_expected = cut.fallback is None or cut.fallback.is_expected
     if cut.backward_fallback is not None:
         # Who asked for backward alone is told; "auto" promises no more than it gives.
         is_expected &= options.split == "auto" and cut.backward_fallback.is_expected
-    log = _logs.info if is_expected else _logs.warning
-    log("%s", cut)
+    if is_expected:
+        _logs.info_of_rank(0 if ddp is None else ddp.process_group.rank(), "%s", cut)
+    else:
+        _logs.warning("%s", cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

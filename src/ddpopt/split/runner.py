@@ -57,7 +57,7 @@ class GraphRunner:
         cut_for: state.CutFor,
         is_for_copy: bool,
         start: StartOnModule,
-        log: Callable[[Cut], None],
+        log: Callable[[Cut, DistributedDataParallel], None],
     ) -> None:
         """Make a runner.
 
@@ -68,7 +68,7 @@ class GraphRunner:
             is_for_copy: a check compiled it for a copy of a module. The original runs it next, to
                 which it is no news.
             start: called with each further DDP module that runs the graph.
-            log: called with the cut for each of these modules.
+            log: called with the cut and each of these modules.
         """
         argument_of = compiled.argument_of
         arrival = [parameter.index for parameter in compiled.cut.arrival]
@@ -129,7 +129,7 @@ class GraphRunner:
         self.keep_for(ddp, cut)
         if not module_state.is_copy:
             if not self._is_for_copy:
-                self._log(cut)
+                self._log(cut, ddp)
             self._is_for_copy = False
 
     def keep_for(self, ddp: DistributedDataParallel, cut: Cut | None = None) -> None:
