@@ -8,6 +8,7 @@ the seconds from the arrival of the last rank to the end of the meeting on the l
 requests of a rank (median and largest, with and without looks for the answer, of which there are
 more the longer a rank waits), and the processor time of the store's process.
 """
+# test: skip, minutes; tests/ranks/test_meetings.py counts requests of 64 ranks
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _fall_silent(group: Any) -> None:
     time.sleep(3 * _SILENCE_S)
 
 
-def _work(  # noqa: PLR0913  # what a process has to know
+def _work(  # noqa: PLR0913, PLR0917  # what a process has to know
     first: int, count: int, size: int, port: int, late_s: float, collective: Any, pipe: Any
 ) -> None:
     """Be some of the ranks: answer for each kind of meeting how long each stayed."""

@@ -155,7 +155,8 @@ class Reason(enum.Enum):
     )
     COLLECTIVES_AND_SIZES = (
         "it has collectives of its own, or calls that may be some, and a size that is a symbol on "
-        "this rank, and may be a constant on others, forbids a boundary of its forward",
+        "this rank, and may be a constant on others, forbids a boundary of its forward; compile "
+        "with dynamic=True or with dynamic=False on all ranks",
         _LOST,
         _HERE,
     )

@@ -5,6 +5,7 @@
 Each pair of ranks is forked from a process that has imported torch, and its interpreter ends as
 that of a script does. Rank 1 is late, so that rank 0 ends while it waits for rank 1.
 """
+# test: skip, minutes; tests/algorithms/test_background.py runs some
 
 from __future__ import annotations
 
