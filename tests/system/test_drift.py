@@ -533,6 +533,7 @@ UNASKED: dict[PrivateName, str] = {
     names.BOXED_CALL: "written on functions of ours alone",
     names.DELAYED_HOOK: "read where DDP delays parameters; the graph is left whole without it",
     names.TENSOR_HOOKS: "as above",
+    names.WILL_EXECUTE: "asked where a static graph gets buckets before its arrivals are known",
     names.ACCUMULATED_HOOKS: "read where a loss has parameters of its own",
     names.TRITON_KERNEL: "read where a graph has operators of higher order that run no graphs",
     names.REORDER_FOR_MEMORY: "set where a graph has complex values",

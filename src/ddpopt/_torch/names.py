@@ -357,6 +357,7 @@ _C, _C_AUTOGRAD = "torch._C", "torch._C._autograd"
 _ENGINE = "torch.autograd.Variable._execution_engine"
 
 TASK_ID = PrivateName(_C, "_current_graph_task_id", Need.SPLIT)
+WILL_EXECUTE = PrivateName(_C, "_will_engine_execute_node", Need.REBUCKET)
 QUEUE_CALLBACK = PrivateName(_ENGINE, "queue_callback", Need.RECORD)
 RECORD_SCOPE = PrivateName("torch._C._profiler", "RecordScope", Need.RECORD)
 PREPARE_PROFILER = PrivateName(_C_AUTOGRAD, "_prepare_profiler", Need.RECORD)

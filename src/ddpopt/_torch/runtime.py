@@ -28,6 +28,18 @@ def running_backward() -> int:
     return task
 
 
+def will_accumulate(node: Any) -> bool:
+    """Whether the running backward reaches a node that accumulates a gradient.
+
+    `torch.autograd.grad` reaches none: what it differentiates by is asked for, not accumulated.
+    """
+    will_execute = names.WILL_EXECUTE.get()
+    try:
+        return bool(will_execute(node))
+    except RuntimeError:  # of a leaf by which is differentiated
+        return False
+
+
 class BackwardEnds:
     """Calls a function at the end of each backward in which it was asked to `watch`.
 

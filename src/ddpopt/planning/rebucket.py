@@ -19,6 +19,7 @@ from ddpopt._torch import Forward
 from ddpopt._values import check_kind
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.planning import static_graph
+from ddpopt.planning.batch import tensors_of
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, require_equal
 from ddpopt.ranks.store import why_no_meeting
@@ -450,23 +451,43 @@ def _begin_forward(ddp: DistributedDataParallel) -> None:
         )
     _allow_backward(ddp)
     if _torch.awaits_static_graph(ddp):
-        _guards.set(ddp, [ddp.register_forward_pre_hook(_check_first_backward)])
+        watch = ddp.register_forward_hook(_watch_first_backward)
+        _guards.set(ddp, [ddp.register_forward_pre_hook(_check_first_backward), watch])
+
+
+def _watch_first_backward(ddp: DistributedDataParallel, _inputs: object, output: object) -> None:
+    """A hook of the module's, which looks at the backward before DDP takes it for its first.
+
+    At its end DDP would allreduce, which one rank may do alone that calls `torch.autograd.grad`.
+    """
+    if not _guards.get(ddp) or not _torch.awaits_static_graph(ddp):
+        return
+    reduced = [tensor for tensor in _torch.reducer_parameters(ddp) if tensor.requires_grad]
+    accumulating = [_torch.accumulate_node(tensor) for tensor in reduced]
+
+    def check(_gradients: object) -> None:
+        if _torch.awaits_static_graph(ddp) and not any(map(_torch.will_accumulate, accumulating)):
+            raise PlanError(_NOT_LEARNED)
+
+    for node in {tensor.grad_fn for tensor in tensors_of(output)}:
+        if node is not None:
+            node.register_prehook(check)
+
+
+_NOT_LEARNED = (
+    "with static_graph=True DDP learns in the first backward after ddpopt.rebucket which gradients "
+    "to expect, and none arrives in this one, as with torch.autograd.grad; start again, and run "
+    "one step without that first, or compile the model with ddpopt and run two steps before "
+    "rebucket"
+)
 
 
 def _check_first_backward(ddp: DistributedDataParallel, _inputs: object) -> None:
-    """A hook of the module's, until it is known that DDP has learned the gradients it expects.
-
-    DDP takes `torch.autograd.grad` for its first backward as well, and would then reduce nothing.
-    """
+    """A hook of the module's, until it is known that DDP has learned the gradients it expects."""
     if not _guards.get(ddp) or _torch.awaits_static_graph(ddp):
         return
     if not _torch.used_in_static_graph(ddp):
-        raise PlanError(
-            "with static_graph=True DDP learns in the first backward after ddpopt.rebucket which "
-            "gradients to expect, and none arrived in it, as with torch.autograd.grad: gradients "
-            "are not reduced any more; start again, and run one step without that first, or "
-            "compile the model with ddpopt and run two steps before rebucket"
-        )
+        raise PlanError(_NOT_LEARNED)
     _allow_backward(ddp)
 
 
