@@ -10,7 +10,7 @@ one that has waited too long for another.
 [Note: what a meeting costs]
 It has to end on a thousand ranks as on two, so no rank asks for something of each of the others.
 Ranks count themselves in and out; the one that makes a counter full writes the answer, and all
-others look for that one key, every 50 ms, or every n ms on n ranks if that is longer. In a block
+others look for that one key, every 50 ms, or every 0.75 n ms on n ranks if that is longer. In a block
 the first rank that is done *watches*: once all ranks are in the block, it reads the signs of life
 of all by one request in each interval between two signs. The others read only that rank's. Ranks
 that are late are looked up one by one, by one rank, for a message.
@@ -33,7 +33,7 @@ from ddpopt.errors import PeerError
 from ddpopt.ranks.store import LONGEST_TEXT, GroupStore, name_ranks
 
 _POLL_S = 0.05
-_POLL_S_PER_RANK = 1e-3
+_POLL_S_PER_RANK = 0.75e-3
 _REPORT_S = 30.0
 _BEATS = 10  # signs of life in the time after which a rank counts as lost
 
