@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
+# Slots of this package, for the life of the process; what is in them ends with its module.
 _until_reset: list[Slot[Any]] = []
 
 

@@ -22,6 +22,7 @@ from ddpopt._values import check_boolean, check_choice
 from ddpopt.errors import OptionError
 
 _Value = TypeVar("_Value", bool, str)
+# This module's own options, for the life of the process.
 _declared: dict[str, tuple[bool | str, Sequence[str]]] = {}
 
 

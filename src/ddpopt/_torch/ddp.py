@@ -84,6 +84,7 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
         return False
 
 
+# Both are of Reducers, and end with them: a module may get another one.
 _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 # Reducers whose numbers of parameters are ours, and whose first steps `pass_first_steps` has taken.
 _rebuilt_here: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -186,7 +187,7 @@ class _Reduced(NamedTuple):
 
 
 # The parameters of each Reducer, in its order. Plans made at different times have to speak of the
-# same parameters, so names stay, whatever the module calls them later.
+# same parameters, so names stay, whatever the module calls them later. Each ends with its Reducer.
 _reduced: weakref.WeakKeyDictionary[Any, tuple[_Reduced, ...]]
 _reduced = weakref.WeakKeyDictionary()
 

@@ -419,6 +419,7 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
     return {place for overload in overloads for place in _writes[overload]}
 
 
+# By an operator's overload, which is another object where it is defined anew.
 _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 

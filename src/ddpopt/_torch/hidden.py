@@ -29,6 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _REASON = "Dynamo is kept out of ddpopt's own code"
+# Code of ours, which lives as long as the process.
 _calling_users: set[types.CodeType] = set()
 
 

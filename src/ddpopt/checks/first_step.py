@@ -19,7 +19,7 @@ from ddpopt.planning.batch import Batch
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL
 
-# The modules that were verified, or of which a line said why they were not.
+# The modules that were verified, or of which a line said why they were not. It is once for each.
 _settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 

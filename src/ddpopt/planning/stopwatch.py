@@ -23,7 +23,8 @@ from ddpopt.steps.timer import Step, StepTimer
 
 _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward each
 
-# How many stopwatches each module has had whose first backward has ended.
+# How many stopwatches each module has had whose first backward has ended. A module has one process
+# group for life, so ranks count alike.
 _num_measured: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 _num_measured = weakref.WeakKeyDictionary()
 

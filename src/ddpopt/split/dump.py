@@ -36,9 +36,10 @@ Graphs = Mapping[str, fx.GraphModule]  # by name
 
 _LONGEST_NAME = 60  # of a folder
 
-# The folder of each compile, by Dynamo's graph.
+# The folder of each compile, by Dynamo's graph, with which its entry ends.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, Path] = weakref.WeakKeyDictionary()
-_given_up: set[str] = set()  # values of `dump_dir` where writing failed
+# Values of `dump_dir` where writing failed. For the life of the process: it says so once.
+_given_up: set[str] = set()
 
 
 def is_showing() -> bool:

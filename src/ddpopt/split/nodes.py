@@ -36,6 +36,8 @@ _LOCAL_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
 # Of torch's modules, those whose functions may do anything: they communicate, or stand for a
 # program's own `autograd.Function` (Dynamo's `allow_in_graph`).
 _OPAQUE_MODULES = ("torch.distributed", "torch._dynamo")
+# By operator, which lives as long as the process, or as the library that defines it: one that is
+# defined anew is another object.
 _pure_operators: dict[Any, bool] = {}
 
 

@@ -51,6 +51,7 @@ class _Forward(NamedTuple):
         return any(version.is_cut for found in self.versions.values() for version in found)
 
 
+# Each ends with the object that a forward is known by.
 _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictionary()
 
 

@@ -319,6 +319,7 @@ class DDPState:
         return ddp
 
 
+# Each ends with its module, and at `torch._dynamo.reset()`, which drops the code that it is of.
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
 _states = weakref.WeakKeyDictionary()
 has_drifted = False  # whether a graph was compiled without noting for which module

@@ -51,7 +51,7 @@ _S = TypeVar("_S", bound=Subscriber)
 _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 
 # Subscribers to the forwards of all modules. They are told of a beginning before the module's own
-# subscribers, and of an end after them.
+# subscribers, and of an end after them. The backend's own, for the life of the process.
 _subscribers_to_all: list[Subscriber] = []
 # Functions that are asked once for each module.
 _interests: list[_Interest] = []

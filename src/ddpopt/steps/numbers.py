@@ -29,6 +29,7 @@ from ddpopt.errors import TorchDriftError
 from ddpopt.steps.forwards import Subscriber, unsubscribe, will_communicate
 from ddpopt.steps.observing import observing
 
+# Each ends with its module, which has one process group for life.
 _numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 _numbers = weakref.WeakKeyDictionary()
 # How many modules have a number, by their process group: not by its name, which the next group of a

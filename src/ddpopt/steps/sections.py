@@ -32,6 +32,7 @@ class Label(NamedTuple):
 # Makes the context in which a section runs; the text is "forward" or "backward".
 Listener = Callable[[Label, str], Context]
 
+# Of the `record` block that is open, with which it ends.
 _listener: Listener | None = None
 
 
