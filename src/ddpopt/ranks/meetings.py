@@ -10,10 +10,10 @@ one that has waited too long for another.
 [Note: what a meeting costs]
 It has to end on a thousand ranks as on two, so no rank asks for something of each of the others.
 Ranks count themselves in and out; the one that makes a counter full writes the answer, and all
-others look for that one key, every 50 ms, or every 0.75 n ms on n ranks if that is longer. In a block
-the first rank that is done *watches*: once all ranks are in the block, it reads the signs of life
-of all by one request in each interval between two signs. The others read only that rank's. Ranks
-that are late are looked up one by one, by one rank, for a message.
+others look for that one key, every 50 ms, or every 0.75 n ms on n ranks if that is longer. In a
+block the first rank that is done *watches*: once all ranks are in the block, it reads the signs of
+life of all by one request in each interval between two signs. The others read only that rank's.
+Ranks that are late are looked up one by one, by one rank, for a message.
 """
 
 from __future__ import annotations
