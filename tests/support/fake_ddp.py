@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
 from tests.support.cuts import only_cut
+from tests.support.threads_as_ranks import FakeGroup
 
 _MIB = 1024 * 1024
 
@@ -43,7 +43,7 @@ class FakeDDP(DistributedDataParallel):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay_all_reduce_params: list[nn.Parameter] = []
         self.require_backward_grad_sync = True
-        self.process_group = dist.GroupMember.NON_GROUP_MEMBER
+        self.process_group = FakeGroup(0, 1)
         state.get(self).is_copy = True  # there are no ranks to agree with
         self._has_rebuilt_buckets = True
         self._use_python_reducer = False
