@@ -37,6 +37,9 @@ class Slot(Generic[T]):
     def set(self, ddp: DistributedDataParallel, value: T) -> None:
         self._values[ddp] = value
 
+    def items(self) -> list[tuple[DistributedDataParallel, T]]:
+        return list(self._values.items())
+
     def clear(self) -> None:
         self._values.clear()
 

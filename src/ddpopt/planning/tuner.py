@@ -287,9 +287,9 @@ class _Tuner(Subscriber):
         try:
             # Ranks that were refused for now meet again, under another key.
             key = f"{stopwatch.key}/{self._num_postponed}"
-            self._meeting = JointDecision(
-                ddp.process_group, stage.title, key, self._longest_meeting_s
-            )
+            # Several modules may meet one after another, while others wait in one collective.
+            limit_s = self._longest_meeting_s / max(1, _num_searches(ddp.process_group))
+            self._meeting = JointDecision(ddp.process_group, stage.title, key, limit_s)
         except PeerError as error:
             self._end_stage(ddp, stopwatch)
             self._give_up(ddp, stage, str(error))
@@ -471,6 +471,12 @@ class _IdleForwards:
 _tuners: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=True)
 # The tuners of modules for which code was compiled since the last reset.
 _tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=False)
+
+
+def _num_searches(group: object) -> int:
+    """How many modules of a process group have yet to meet."""
+    of_group = [tuner for ddp, tuner in _tuners.items() if ddp.process_group is group]
+    return sum(tuner is not None and not tuner.is_done for tuner in of_group)
 
 
 def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:

@@ -251,8 +251,9 @@ class JointDecision:
 
     def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
         self._store = GroupStore(group, title, key, limit_s)
-        self._store.set(f"{_ANNOUNCED}/{self._store.rank}", "")
+        # In this order, so that a rank that is not counted is not found when it is looked up.
         self._store.count(_ANNOUNCED)
+        self._store.set(f"{_ANNOUNCED}/{self._store.rank}", "")
 
     def decide(self, problem: str = "", *, is_for_now: bool = False) -> Refusal | None:
         """Return why ranks do not go on, None if they do; the same on all ranks.
@@ -278,9 +279,9 @@ class JointDecision:
             if answer := store.find(_ANSWER):
                 return answer
             absent = self._find_missing(_ANNOUNCED)
-            return store.set_first(
-                _ANSWER, f"{name_ranks(absent)} did not begin it in the same step"
-            )
+            # It may have announced itself since, for the end of a later step.
+            who = name_ranks(absent) if absent else "another rank"
+            return store.set_first(_ANSWER, f"{who} did not begin it in the same step")
         store.set(f"{_CAME}/{store.rank}", "")
         if store.count(_CAME) == store.size:
             return store.set_first(_ANSWER, _GO)
