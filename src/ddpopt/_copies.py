@@ -100,10 +100,11 @@ def copy_model(
         if id(part) in memo:
             _copy_functions(part, memo[id(part)], memo)
     own_loss = None if loss_fn is None else copy_function(loss_fn, memo)
-    in_model = set(copied.modules())
-    others = {c for c in memo.values() if isinstance(c, nn.Module)} - in_model
+    # The topmost modules beside the model; a dictionary, since memo has some more than once.
+    others = dict.fromkeys(c for c in memo.values() if isinstance(c, nn.Module))
     below = {part for other in others for part in other.modules() if part is not other}
-    return Copies(copied, own_loss, sorted(others - below, key=lambda other: type(other).__name__))
+    below |= set(copied.modules())
+    return Copies(copied, own_loss, [other for other in others if other not in below])
 
 
 def _copy_functions(original: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:

@@ -187,10 +187,25 @@ def install() -> None:
             error,
         )
     watch_forwards()
+    subscribe_to_all(_Noting())
     subscribe_to_all(_Verifying())
     subscribe_to_all(_Looking())
     ask_at_first(_watch_first_forward)
     ask_at_first(number_at_first)
+
+
+class _Noting(Subscriber):
+    """Notes for any module which graphs run in one forward."""
+
+    def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        known = state.find(ddp)
+        if known is not None:
+            known.begin_forward()
+
+    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        known = state.find(ddp)
+        if known is not None:
+            known.end_forward()
 
 
 class _Verifying(Subscriber):
@@ -199,15 +214,9 @@ class _Verifying(Subscriber):
     may_raise = True
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        known = state.find(ddp)
-        if known is not None:
-            known.begin_forward()
         first_step.before_forward(ddp, forward)
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        known = state.find(ddp)
-        if known is not None:
-            known.end_forward()
         first_step.after_forward(ddp, forward)
 
 

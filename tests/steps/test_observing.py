@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ddpopt
-from ddpopt.backend import _FirstForward, _Looking, _Verifying
+from ddpopt.backend import _FirstForward, _Looking, _Noting, _Verifying
 from ddpopt.inspection.recorder import _Recorder
 from ddpopt.planning import early, hint, static_graph
 from ddpopt.planning.rebucket import _Accumulation, _Permission
@@ -27,6 +27,8 @@ from tests.support.models import MLP, assert_equal_states, batches, train, twins
 # Every hook of ours that observes, with the method in which it is to raise.
 HOOKS: list[tuple[Any, str]] = [
     (_FirstForward, "after_forward"),
+    (_Noting, "before_forward"),
+    (_Noting, "after_forward"),
     (_Looking, "after_forward"),
     (hint._Watch, "before_forward"),
     (early._Watch, "after_forward"),
