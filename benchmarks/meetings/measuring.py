@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,7 +25,7 @@ _MEETINGS = ("first block", "block", "decision", "one fails", "one falls silent"
 _SILENCE_S = 5.0
 
 
-class _Group:
+class FakeGroup:
     """A group of ranks that communicate nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -36,16 +38,20 @@ class _Group:
         return self._size
 
 
-class _Counting:
-    """A connection to a store, which counts its requests by name; looks for an answer apart."""
+class CountingStore:
+    """A rank's store, which counts its requests by name; looks for an answer apart.
 
-    def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
+    A look is repeated for as long as a rank waits. `connect` gives the store that is counted.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
         self._store: Any = None
         self.num: collections.Counter[str] = collections.Counter()
 
-    def clone(self) -> _Counting:
-        self._store = dist.TCPStore(*self._address, is_master=False)
+    def clone(self) -> CountingStore:
+        """Connect, as a meeting asks for it."""
+        self._store = self._connect()
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -106,8 +112,9 @@ def _work(  # noqa: PLR0913, PLR0917  # what a process has to know
     first: int, count: int, size: int, port: int, late_s: float, collective: Any, pipe: Any
 ) -> None:
     """Be some of the ranks: answer for each kind of meeting how long each stayed."""
-    groups = [_Group(first + i, size) for i in range(count)]
-    connections = {group: _Counting("127.0.0.1", port) for group in groups}
+    groups = [FakeGroup(first + i, size) for i in range(count)]
+    connect = functools.partial(dist.TCPStore, "127.0.0.1", port, is_master=False)
+    connections = {group: CountingStore(connect) for group in groups}
     stays: list[_Stay | None] = [None] * count
 
     def stay(index: int, kind: str) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from benchmarks.meetings.measuring import CountingStore
 from ddpopt import _logs, _torch
 from ddpopt.errors import PeerError
 from ddpopt.ranks import meetings, store
@@ -38,25 +39,6 @@ class _Clock:
     def sleep(self, _seconds: float) -> None:
         self.num_ticks += 1
         self.at_tick()
-
-
-class _OfRank:
-    """One rank's connection to a store, which counts its requests."""
-
-    def __init__(self, shared: dist.Store) -> None:
-        self._store = shared
-        self.num: collections.Counter[str] = collections.Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def call(*args: Any) -> Any:
-            # A look for the answer is repeated for as long as a rank waits.
-            is_look = name == "check" and args[0][0].endswith("/answer")
-            self.num["look" if is_look else name] += 1
-            return method(*args)
-
-        return call
 
 
 @pytest.fixture
@@ -111,15 +93,12 @@ def test_a_meeting_costs_each_rank_requests_that_do_not_grow_with_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Looks for the answer are made for as long as a rank waits, less often with more ranks."""
-    counting, made = dist.HashStore(), []
+    counted, made = (
+        dist.HashStore(),
+        collections.defaultdict(lambda: CountingStore(lambda: counted)),
+    )
     are_announced = threading.Barrier(size)
-
-    class _Shared:
-        def clone(self) -> _OfRank:
-            made.append(_OfRank(counting))
-            return made[-1]
-
-    monkeypatch.setattr(_torch, "store_of", lambda _: _Shared())
+    monkeypatch.setattr(_torch, "store_of", lambda group: made[group])
 
     def run(group: Any) -> None:
         with _block(group):
@@ -130,7 +109,7 @@ def test_a_meeting_costs_each_rank_requests_that_do_not_grow_with_ranks(
 
     assert on_ranks(size, run) == ["None"] * size
     assert len(made) == size
-    for connection in made:
+    for connection in made.values():
         connection.num.pop("look", 0)
         assert sum(connection.num.values()) <= 14, connection.num
 

@@ -6,18 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-
-class FakeGroup:
-    """A process group that communicates nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+from benchmarks.meetings.measuring import FakeGroup
 
 
 def on_ranks(size: int, run: Callable[[Any], Any], groups: Any = None) -> list[str]:

@@ -153,9 +153,7 @@ def watch(ddp: DistributedDataParallel) -> None:
     """
     if _are_told.get(ddp) or find_subscriber(ddp, _Watch) is not None:
         return
-    group = ddp.process_group
-    is_rank_0 = group.rank() == 0 and group.size() > 1
-    if is_rank_0 and not state.is_copy(ddp):
+    if state.speaks_for_others(ddp):
         subscribe(ddp, _Watch())
 
 

@@ -348,6 +348,15 @@ def is_copy(ddp: DistributedDataParallel) -> bool:
     return known is not None and known.is_copy
 
 
+def speaks_for_others(ddp: DistributedDataParallel) -> bool:
+    """Whether this rank tells users what is the same on all: the first of several ranks does.
+
+    Nobody does of a module that a check made.
+    """
+    group = ddp.process_group
+    return group.rank() == 0 and group.size() > 1 and not is_copy(ddp)
+
+
 def rules_of(ddp: DistributedDataParallel | None) -> ReducerRules | None:
     """How a module's Reducer forms buckets, None without a module."""
     return None if ddp is None else get(ddp).rules
