@@ -428,6 +428,26 @@ def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
         assert tuning._Tuner(ddp, "auto")._longest_meeting_s == 2.0
 
 
+def _limits_of_twins(rank: int) -> list[float]:
+    """Train two models that are tuned; return how long each meeting may last."""
+    limits_s = []
+
+    def meet(group: Any, title: str, key: str, limit_s: float) -> meetings.JointDecision:
+        limits_s.append(limit_s)
+        return meetings.JointDecision(group, title, key, limit_s)
+
+    with mock.patch.object(tuning, "JointDecision", meet):
+        _train_twins(rank, (0, 1))
+    return limits_s
+
+
+def test_meetings_of_several_modules_in_one_step_share_the_limit(ranks: Ranks) -> None:
+    """A rank that waits in vain for each module's does so one after another."""
+    for limits_s in ranks.run(_limits_of_twins):
+        assert len(limits_s) == 2
+        assert sum(limits_s) <= tuning._LONGEST_MEETING_S
+
+
 def _train_with(rank: int, kind: str, split: str) -> str:
     """Rank 0 runs forwards that the other does not, or forgets its code; or parameters freeze."""
     module = MLP()

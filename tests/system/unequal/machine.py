@@ -323,10 +323,11 @@ class Loop(RuleBasedStateMachine):
     def freeze(self, is_frozen: bool) -> None:
         self._add(actions.Freeze(is_frozen=is_frozen))
 
-    # Documented: a new Reducer would know nothing of gradients that wait, or of a join.
+    # Documented: a new Reducer would know nothing of gradients that wait, or of a join; and with a
+    # static graph it has to be told how often gradients arrive, which takes two steps to learn.
     @precondition(
         lambda self: (
-            self.num_steps >= 1
+            self.num_steps >= (2 if self.script.static_graph else 1)
             and not self.is_accumulating
             and not self.is_joined
             and self.script.clears_to_none
