@@ -145,7 +145,7 @@ def _serve(pipe: Any) -> None:
 
 
 def measure(size: int, late_s: float) -> list[str]:
-    """The rows of a table for this many ranks."""
+    """The rows of a table for this many ranks; each is printed as soon as it is known."""
     context = mp.get_context("spawn")
     store_pipe, other_end = context.Pipe()
     server = context.Process(target=_serve, args=(other_end,), daemon=True)
