@@ -68,9 +68,13 @@ class Cluster:
 
     def set_rate(self, rate: str) -> None:
         """Give all links this rate, as `1gbit`; `free` takes the limit away. Connections stay."""
-        for rank, namespace in enumerate(self.namespaces):
-            _shape(namespace, _INTERFACE, rate)
-            _shape(self.bridge, f"port{rank}", rate)
+        for rank in range(len(self.namespaces)):
+            self.set_rate_of(rank, rate)
+
+    def set_rate_of(self, rank: int, rate: str) -> None:
+        """Give one rank's link this rate, in both directions."""
+        _shape(self.namespaces[rank], _INTERFACE, rate)
+        _shape(self.bridge, f"port{rank}", rate)
 
     def set_link(self, rank: int, *, is_up: bool) -> None:
         """Pull a rank's cable out of the bridge, or plug it in again."""
