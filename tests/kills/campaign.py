@@ -1,0 +1,86 @@
+"""Which tests a fault is tried on, and trying many of them in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.kills.fault import Fault
+from tests.kills.running import SURVIVES, Outcome, copied_source, run
+
+_TESTS = Path(__file__).parents[1]
+_OWN_LIMIT_S, _ROOM_LIMIT_S = 240.0, 900.0
+# Where the tests of a module are not in the file that mirrors it.
+_TESTS_OF = {
+    "_text.py": ("tests/test_text.py",),
+    "cli": ("tests/cli",),
+    "planning/costs.py": ("tests/planning/test_costs.py", "tests/planning/test_malformed_plans.py"),
+    "planning/plan.py": ("tests/planning/test_plan.py", "tests/planning/test_malformed_plans.py"),
+    "split/facts.py": ("tests/split/test_facts.py", "tests/split/test_order.py"),
+    "split/sections.py": (
+        "tests/split/test_backward_sections.py",
+        "tests/split/test_forward_sections.py",
+    ),
+}
+
+
+def own_tests(fault: Fault) -> list[str]:
+    """The files that should find a fault."""
+    found = list(fault.tests)
+    room, _, name = fault.module.rpartition("/")
+    mirror = _TESTS / room / f"test_{name}"
+    found += _TESTS_OF.get(fault.module, _TESTS_OF.get(room, ()))
+    if not found and mirror.exists():
+        found = [str(mirror.relative_to(_TESTS.parent))]
+    return found
+
+
+def room_tests(fault: Fault) -> list[str]:
+    """The quick tests of a fault's room, and of the whole."""
+    room = fault.module.rpartition("/")[0]
+    whole = ["tests/test_backend.py", "tests/test_malformed_calls.py", "tests/test_reducer.py"]
+    place = _TESTS / room
+    return ["--set", "quick", *([f"tests/{room}"] if room and place.exists() else []), *whole]
+
+
+def try_fault(copy: Path, fault: Fault, *, is_thorough: bool) -> Outcome:
+    """Run a fault's own tests, and then those of its room."""
+    outcome = Outcome(SURVIVES, 0.0)
+    if tests := own_tests(fault):
+        outcome = run(copy, fault, tests, _OWN_LIMIT_S)
+    if not outcome.is_found and is_thorough:
+        rest = run(copy, fault, room_tests(fault), _ROOM_LIMIT_S)
+        outcome = Outcome(rest.found_by, outcome.seconds + rest.seconds)
+    return outcome
+
+
+def _work(faults: Sequence[Fault], is_thorough: bool, pipe: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder, copied_source(folder) as copy:
+        for fault in faults:
+            pipe.send((fault.name, try_fault(copy, fault, is_thorough=is_thorough)))
+    pipe.send(None)
+
+
+def try_all(
+    faults: Sequence[Fault], num_jobs: int, is_thorough: bool
+) -> Iterator[tuple[str, Outcome]]:
+    """The outcome of each fault, in several processes."""
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for job in range(num_jobs):
+        pipe, end = context.Pipe()
+        arguments = (faults[job::num_jobs], is_thorough, end)
+        # Tests start processes, which one that is a daemon may not.
+        context.Process(target=_work, args=arguments).start()
+        end.close()
+        pipes.append(pipe)
+    while pipes:
+        for pipe in multiprocessing.connection.wait(pipes):
+            if (tried := pipe.recv()) is None:
+                pipes.remove(pipe)
+            else:
+                yield tried

@@ -1,0 +1,174 @@
+"""Faults that are planted by name: rows of docs/splits.md, guards, refusals, promises.
+
+Three families. The proof's requirements and all refusals are found in the source, so that a new one
+is planted as soon as it is there; the others are written down here, with the text that they change.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tests.kills.fault import SOURCE, Fault, read
+
+_PROOF = "split/proof.py"
+
+
+class Planted(NamedTuple):
+    """A change of one text in a module, which has that text once.
+
+    `name` says what goes wrong. `tests` are those to run first, if not the module's own.
+    """
+
+    name: str
+    module: str
+    before: str
+    after: str
+    tests: tuple[str, ...] = ()
+
+
+BY_NAME = (
+    # ---- The table of faults in docs/splits.md -------------------------------------------------
+    Planted(
+        "calls with effects may move between sections",
+        "split/facts.py",
+        "is_ordered=is_ordered,",
+        "is_ordered=[False] * len(is_ordered),",
+    ),
+    Planted(
+        "reads of memory that hooks may write to may move behind releases",
+        "split/facts.py",
+        "pinned_places=pinned_places,",
+        "pinned_places={},",
+    ),
+    Planted(
+        "reads of what the forward has left may move behind releases",
+        "split/facts.py",
+        "forward_reads=forward_reads,",
+        "forward_reads={},",
+    ),
+    Planted(
+        "sections do not compare how often what they read was written to",
+        "split/gates.py",
+        "            if version != run.versions[slot]:",
+        "            if False:",
+    ),
+    Planted(
+        "a sparse gradient shares its rows with what later sections read",
+        "split/gates.py",
+        "return gradient.clone()",
+        "return gradient",
+        ("tests/split/test_gradients.py", "tests/split/test_gates.py"),
+    ),
+    Planted(
+        "graphs with complex values are compiled with writes in place",
+        "_torch/aot.py",
+        "    if has_complex_values(graph):",
+        "    if False:",
+        ("tests/split/test_complex.py",),
+    ),
+    Planted(
+        "a gradient is released where it is made, not where its autograd node ends",
+        "split/facts.py",
+        "release_places=_release_places(calls, gradients, num_released_before),",
+        "release_places=_release_places(calls, gradients, {}),",
+        ("tests/split/test_releases.py",),
+    ),
+    Planted(
+        "nothing is known to communicate in a backward",
+        "split/facts.py",
+        "    communicates = [may_communicate(node) for node in calls]\n    in_arguments",
+        "    communicates = [False] * len(calls)\n    in_arguments",
+        ("tests/split/test_alike.py",),
+    ),
+    Planted(
+        "what draws random numbers is not known by its tag",
+        "split/nodes.py",
+        '    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())',
+        "    return False",
+        ("tests/split/test_random.py",),
+    ),
+    # ---- Promises ------------------------------------------------------------------------------
+    Planted(
+        "sections run in autocast as hooks set it",
+        "split/gates.py",
+        "            with _torch.no_autocast():\n                returned = self.call(values)",
+        "            returned = self.call(values)",
+        ("tests/split/test_gates.py", "tests/split/test_runner.py"),
+    ),
+    Planted(
+        "a section keeps the values that no later one reads",
+        "split/gates.py",
+        "for slot in self.flow.drops:",
+        "for slot in ():",
+        ("tests/split/test_gates.py",),
+    ),
+    Planted(
+        "the token's copy stays in the forward",
+        "split/backward.py",
+        "user.args == (token,):",
+        "not user.args:",
+        ("tests/split/test_backward.py",),
+    ),
+    Planted(
+        "ranks plan for the fastest of them",
+        "planning/decision.py",
+        "latest.append((max(",
+        "latest.append((min(",
+    ),
+)
+
+
+def planted_by_name() -> list[Fault]:
+    """The faults that are written down here; raises where a text is not there, or not once."""
+    found = []
+    for name, module, before, after, tests in BY_NAME:
+        source = read(module)
+        if source.count(before) != 1:
+            raise ValueError(f"{name}: {module} has {source.count(before)} times {before!r}")
+        found.append(Fault(name, module, source.replace(before, after), tests))
+    return found
+
+
+def unproven() -> list[Fault]:
+    """The proof without one of its requirements, each in turn."""
+    source = read(_PROOF)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name(id="_require"), args=[holds, message]):
+                what = " ".join(ast.unparse(message).split())
+                text = _replacing(source, holds, "True")
+                found.append(Fault(f"not proven: {what}", _PROOF, text))
+    return found
+
+
+def unrefused() -> list[Fault]:
+    """The package without one of its refusals, `if ...: raise ...`, each in turn."""
+    found: dict[str, Fault] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = str(path.relative_to(SOURCE))
+        source = read(module)
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.If(test=test, body=[*_, ast.Raise(exc=ast.expr() as error)]):
+                    shown = " ".join(ast.unparse(error).split())[:120]
+                    name = f"not refused: {module}: if {ast.unparse(test)}: {shown}"
+                    found[name] = Fault(name, module, _replacing(source, test, "False"))
+    return list(found.values())
+
+
+def every() -> Iterator[Fault]:
+    """All faults of this file."""
+    yield from planted_by_name()
+    yield from unproven()
+    yield from unrefused()
+
+
+def _replacing(source: str, node: ast.expr, text: str) -> str:
+    lines = source.splitlines(keepends=True)
+    assert node.end_lineno is not None
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    stop = sum(map(len, lines[: node.end_lineno - 1])) + (node.end_col_offset or 0)
+    return source[:start] + text + source[stop:]
