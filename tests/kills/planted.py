@@ -134,13 +134,14 @@ def planted_by_name() -> list[Fault]:
 def unproven() -> list[Fault]:
     """The proof without one of its requirements, each in turn."""
     source = read(_PROOF)
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     found = []
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Call(func=ast.Name(id="_require"), args=[holds, message]):
-                what = " ".join(ast.unparse(message).split())
-                text = _replacing(source, holds, "True")
-                found.append(Fault(f"not proven: {what}", _PROOF, text))
+    for function in functions:
+        for node in ast.walk(function):
+            match node:
+                case ast.Call(func=ast.Name(id="_require"), args=[holds, message]):
+                    name = f"not proven: {function.name}: {ast.unparse(message)}"
+                    found.append(Fault(name, _PROOF, _replacing(source, holds, "True")))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import re
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ from tests.support.ranks import MakeRanks, Ranks, error_of
 from tests.support.releases import needs_our_code_in_caches
 
 CAP_MB = 0.03
-SHORT_S = 4.0
 SPLITS = ["forward", "backward"]
 
 
@@ -136,19 +134,23 @@ def test_gradients_stay_equal_when_one_rank_takes_its_code_from_a_cache(
 # ---- Compiling longer than collectives may take -----------------------------------------------
 
 
-def _slow(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    time.sleep(3 * SHORT_S / 2)  # two sections
-    return _torch.lookup_backend("aot_eager")(gm, inputs)
-
-
 def _compile_slowly(rank: int) -> str:
-    """Train without a warmup in a group whose collectives may take a third of the compile."""
-    timeout = datetime.timedelta(seconds=SHORT_S)
-    group = dist.new_group(timeout=timeout, backend="gloo")
+    """Train without a warmup; rank 1 compiles until rank 0 has got an error."""
+    group = dist.new_group(backend="gloo")
     ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01, process_group=group)
-    inner = _slow if rank == 1 else "aot_eager"
+    store = dist.distributed_c10d._get_default_store()
+
+    def compile_until_told(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        store.wait(["rank 0 has an error"])
+        return _torch.lookup_backend("aot_eager")(gm, inputs)
+
+    inner = compile_until_told if rank == 1 else "aot_eager"
     model = torch.compile(ddp, **_options("forward", inner=inner))
-    return error_of(lambda: train(ddp, batches(rank, [(8, 64)] * 2), model))
+    # Only now: nothing but the wait for the other rank may take that long.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), group)
+    error = error_of(lambda: train(ddp, batches(rank, [(8, 64)] * 2), model))
+    store.set("rank 0 has an error", "")
+    return error
 
 
 def test_without_a_warmup_a_slow_compile_trips_the_groups_timeout(make_ranks: MakeRanks) -> None:

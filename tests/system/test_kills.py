@@ -1,0 +1,57 @@
+"""The list of faults: each can still be planted, and running the tests finds one."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kills import mutants, planted, results
+from tests.kills.equal import EQUAL
+from tests.kills.fault import read
+from tests.kills.running import SURVIVES, Outcome
+from tests.support.documents import ROOT, environment
+
+
+def test_each_fault_is_a_change_of_the_source_with_a_name_of_its_own() -> None:
+    """Those that are written down name text that is there, once."""
+    faults = [*planted.every(), *mutants.draw()]
+    assert len({fault.name for fault in faults}) == len(faults)
+    for fault in faults:
+        assert ast.dump(ast.parse(fault.text)) != ast.dump(ast.parse(read(fault.module)))
+
+
+def test_each_family_of_faults_has_some() -> None:
+    assert len(planted.unproven()) > 10
+    assert len(planted.unrefused()) > 100
+    assert len(mutants.draw()) == mutants.NUM_MUTANTS
+
+
+def test_results_are_of_faults_that_exist() -> None:
+    """Those of changed lines go; and what is called equal is among the survivors."""
+    found = results.load(results.FOUND)
+    names = {fault.name for fault in (*planted.every(), *mutants.draw())}
+    assert set(EQUAL) <= names
+    assert len(found.keys() & names) > len(names) / 2, "run python -m tests.kills again"
+    assert all(not found[name].is_found for name in EQUAL if name in found)
+
+
+def test_a_fault_that_was_found_and_is_not_any_more_is_told() -> None:
+    found, survives = Outcome("tests/test_text.py::test_it", 1.0), Outcome(SURVIVES, 1.0)
+    before = {"kept": found, "lost": found, "gone": found, "never": survives}
+    after = {"kept": found, "lost": survives, "never": survives}
+    assert results.lost(before, after) == ["lost"]
+
+
+@pytest.mark.nightly
+def test_a_planted_fault_is_found_by_a_test_of_its_module(tmp_path: Path) -> None:
+    """The tests run on a copy of the source; the source stays as it is."""
+    only = "not refused: planning/costs.py: if self.algorithm not in ALGORITHMS"
+    path = tmp_path / "found.json"
+    command = ["-m", "tests.kills", "--only", only, "--own", "--results", str(path)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(), check=True)
+    (outcome,) = results.load(path).values()
+    assert outcome.found_by.startswith("tests/planning/")
