@@ -21,6 +21,11 @@ _TESTS_OF = {
     "planning/costs.py": ("tests/planning/test_costs.py", "tests/planning/test_malformed_plans.py"),
     "planning/plan.py": ("tests/planning/test_plan.py", "tests/planning/test_malformed_plans.py"),
     "split/facts.py": ("tests/split/test_facts.py", "tests/split/test_order.py"),
+    "split/proof.py": (
+        "tests/split/test_proof.py",
+        "tests/split/test_releases.py",
+        "tests/split/test_alike.py",
+    ),
     "split/sections.py": (
         "tests/split/test_backward_sections.py",
         "tests/split/test_forward_sections.py",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ddpopt
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
@@ -44,6 +47,88 @@ def test_a_ring_of_other_ranks_has_other_steps_and_bytes(
     links = Network(latency_s=0.01, bytes_per_s=2.0).allreduce(num_ranks)
     assert links.startup_s == pytest.approx(startup_s)
     assert links.s_per_byte == pytest.approx(s_per_byte)
+
+
+def _ring(network: Network, nodes: int) -> tuple[float, float]:
+    """Messages go from rank to rank; the n-th part of the bytes is on its way longest."""
+    inside = network.ranks_per_node
+    num_ranks = nodes * inside
+    hops = [
+        network.latency_s if (rank + 1) % inside == 0 else network.node_latency_s
+        for rank in range(num_ranks)
+    ]
+    latency_s = 0.0
+    for start in range(num_ranks):
+        way = [hops[(start + step) % num_ranks] for step in range(2 * num_ranks - 2)]
+        latency_s = max(latency_s, sum(way))
+    rates = [network.bytes_per_s, *([network.node_bytes_per_s] if inside > 1 else [])]
+    step_s = max(1 / num_ranks / rate for rate in rates)
+    return latency_s, (2 * num_ranks - 2) * step_s
+
+
+def _hierarchical(network: Network, nodes: int) -> tuple[float, float]:
+    """A ring scatters in each node, rings go around the nodes, and a ring gathers in each node."""
+    inside = network.ranks_per_node
+    latency_s = per_byte_s = 0.0
+    for _ in range(2 * (inside - 1)):
+        latency_s += network.node_latency_s
+        per_byte_s += 1 / inside / network.node_bytes_per_s
+    for _ in range(2 * (nodes - 1)):
+        latency_s += network.latency_s
+        # The rings of all ranks of a node share its link.
+        per_byte_s += inside * (1 / inside / nodes) / network.bytes_per_s
+    return latency_s, per_byte_s
+
+
+def _tree(network: Network, nodes: int) -> tuple[float, float]:
+    """Up a tree of the nodes, and of the ranks in each, and down again, in small pieces."""
+    latency_s = 0.0
+    for num, hop_s in (
+        (nodes, network.latency_s),
+        (network.ranks_per_node, network.node_latency_s),
+    ):
+        left = num
+        while left > 1:
+            left = (left + 1) // 2
+            latency_s += 2 * hop_s
+    rates = [network.bytes_per_s]
+    if network.ranks_per_node > 1:
+        rates.append(network.node_bytes_per_s)
+    return latency_s, 2 / min(rates)
+
+
+_POSITIVE = st.floats(1e-6, 1e6)
+
+
+@given(
+    algorithm=st.sampled_from([_ring, _hierarchical, _tree]),
+    nodes=st.integers(2, 9),
+    inside=st.integers(1, 5),
+    latencies_s=st.tuples(_POSITIVE, _POSITIVE),
+    rates=st.tuples(_POSITIVE, _POSITIVE),
+)
+def test_the_formulas_for_nodes_are_what_their_messages_take(
+    algorithm: Callable[[Network, int], tuple[float, float]],
+    nodes: int,
+    inside: int,
+    latencies_s: tuple[float, float],
+    rates: tuple[float, float],
+) -> None:
+    """Messages are followed one by one, over links between nodes and within them."""
+    # Links within a node are faster; else a ring's longest way is another one.
+    node_latency_s, latency_s = sorted(latencies_s)
+    network = Network(
+        latency_s=latency_s,
+        bytes_per_s=rates[0],
+        algorithm=algorithm.__name__[1:],
+        ranks_per_node=inside,
+        node_latency_s=node_latency_s,
+        node_bytes_per_s=rates[1],
+    )
+    cost = network.allreduce(nodes * inside)
+    expected_latency_s, expected_per_byte_s = algorithm(network, nodes)
+    assert cost.startup_s == pytest.approx(expected_latency_s)
+    assert cost.s_per_byte == pytest.approx(expected_per_byte_s)
 
 
 def test_a_fit_finds_the_cost_among_disturbed_times() -> None:

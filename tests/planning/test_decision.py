@@ -35,3 +35,31 @@ def test_a_small_gain_has_to_exceed_the_predictions_error(ranks: Ranks) -> None:
     assert 0.03 < unsure.gain < 0.1
     assert "7.0%, since the prediction leaves 7.0% of one unexplained" in unsure.text
     assert large.is_better
+
+
+def _measured(ready_s: tuple[float, ...], forward_s: float, between_s: float) -> Measured:
+    return Measured(
+        buckets=((3, 2), (1, 0)), ready_s=ready_s, forward_s=forward_s, between_s=between_s
+    )
+
+
+def test_a_gradient_is_as_late_as_on_the_rank_where_it_is_latest(one_rank: None) -> None:
+    """Of ranks that are slow in different parts; and gradients stay in the order of arrival."""
+    ddp = DistributedDataParallel(MLP(2))
+    fast_first = _measured((0.1, 0.2, 0.6, 0.7), forward_s=0.3, between_s=0.02)
+    fast_last = _measured((0.3, 0.4, 0.35, 0.5), forward_s=0.2, between_s=0.04)
+    profile = decision._worst_case_profile(ddp, [fast_first, fast_last])
+    assert [gradient.ready_s for gradient in profile.gradients] == [0.3, 0.4, 0.6, 0.7]
+    assert profile.backward_s == 0.7
+    assert (profile.forward_s, profile.between_s) == (0.3, 0.04)
+
+
+def _iteration(seconds: float) -> Measured:
+    return Measured(forward_s=seconds / 4, backward_s=seconds / 2, between_s=seconds / 4)
+
+
+def test_a_change_is_judged_by_the_slowest_rank() -> None:
+    """Before and after; it may be another one."""
+    before = [_iteration(1.0), _iteration(2.0)]
+    assert not decision.judge(before, [_iteration(1.5), _iteration(1.0)], 0.2).is_worse
+    assert decision.judge(before, [_iteration(2.0), _iteration(0.5)], 0.2).is_worse

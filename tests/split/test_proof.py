@@ -253,6 +253,36 @@ def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> Non
         _noting(pinned_places=read_alone).validate()
 
 
+def _write_another(gm: fx.GraphModule) -> None:
+    copied = _first(gm, _aten.copy_.default)
+    target, value = copied.args
+    copied.args = (target, next(n for n in gm.graph.nodes if n not in {target, value}))
+
+
+def test_a_section_that_writes_another_value_to_a_buffer_is_found() -> None:
+    """All gradients are right then."""
+    right = _noting()
+    (copied,) = (k for k, s in enumerate(right.sections) if _has(s.graph, _aten.copy_.default))
+    with pytest.raises(NotCutError, match="written to arguments"):
+        _edited(right, copied, _write_another).validate()
+
+
+def test_a_read_that_is_left_out_is_found() -> None:
+    """No gradient needs it, so all of them are right; it might have been noted elsewhere."""
+    calls: list[Call] = [
+        (_aten.relu.default, (1,)),
+        (_aten.neg.default, (3,)),  # gradient 0
+        (_aten.abs.default, (0,)),  # reads a buffer
+        (_aten.mm.default, (3, 2)),  # gradient 1
+    ]
+    right = _cut_backward(calls, [4, 6], [[0], [1]], saved={"saved_0": 9})
+    assert right is not None
+    right.validate()
+    (reading,) = (k for k, s in enumerate(right.sections) if _has(s.graph, _aten.abs.default))
+    with pytest.raises(NotCutError, match="left out"):
+        _edited(right, reading, lambda gm: _drop(gm, _aten.abs.default)).validate()
+
+
 @pytest.mark.parametrize("copies", ["the value", "what is made of it"])
 def test_a_value_that_may_be_made_in_a_buffer_is_not_kept_for_a_later_section(copies: str) -> None:
     """Inductor writes a part of a buffer in place, and then has the new value there."""
