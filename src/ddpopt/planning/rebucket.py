@@ -224,8 +224,10 @@ def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
     """Say why a comm hook cannot work for other buckets; "" if it can, or there is none."""
     if unknown := _torch.find_unknown_hook(ddp):
         return unknown
-    # The class is recognised by its name, because importing it needs numpy.
-    if any(type(kept).__name__ == "PowerSGDState" for kept in _torch.hook_states(ddp)):
+    # The class, or the one that a subclass has it from, is recognised by its name: importing it
+    # needs numpy.
+    kinds = [kind for kept in _torch.hook_states(ddp) for kind in type(kept).__mro__]
+    if any(kind.__name__ == "PowerSGDState" for kind in kinds):
         kept_by_hook = "is PowerSGD, which keeps errors by bucket"
     elif _torch.runs_optimizers(ddp):
         kept_by_hook = "runs an optimizer, whose parameters are in the order of the present buckets"
