@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.kills.equal import EQUAL
-from tests.kills.running import SURVIVES, Outcome
+from tests.kills.running import SURVIVES, TOO_SLOW, Outcome
 
 FOUND = Path(__file__).with_name("found.json")
 
@@ -26,7 +26,7 @@ def save(path: Path, outcomes: Mapping[str, Outcome]) -> None:
 
 def survivors(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The faults that no test finds, but for those that change nothing."""
-    return [name for name, own in outcomes.items() if not own.is_found and name not in EQUAL]
+    return [n for n, own in outcomes.items() if own.found_by == SURVIVES and n not in EQUAL]
 
 
 def lost(before: Mapping[str, Outcome], after: Mapping[str, Outcome]) -> list[str]:
@@ -49,10 +49,13 @@ def summarize(outcomes: Mapping[str, Outcome]) -> list[str]:
             counts["found"] += 1
             files[own.found_by.partition("::")[0]] += 1
         else:
-            counts["equal" if name in EQUAL else SURVIVES] += 1
-    lines = ["| family | faults | found | equal | survive |", "|---|--:|--:|--:|--:|"]
+            counts["equal" if name in EQUAL else own.found_by] += 1
+    lines = [
+        "| family | faults | found | equal | survive | too slow |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for family, counts in sorted(families.items()):
-        numbers = (counts[column] for column in ("faults", "found", "equal", SURVIVES))
+        numbers = (counts[column] for column in ("faults", "found", "equal", SURVIVES, TOO_SLOW))
         lines.append(f"| {family} | {' | '.join(map(str, numbers))} |")
     lines += ["", "| found by | faults |", "|---|--:|"]
     lines += [f"| {file} | {count} |" for file, count in files.most_common()]

@@ -28,18 +28,21 @@ _PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _OPTIONS = ("-x", "-q", "-rfE", "--tb=no", "--show-capture=no", "-p", "no:cacheprovider")
 _LONGEST_ANSWER = 10_000
-SURVIVES, TIMES_OUT = "survives", "times out"
+SURVIVES, HANGS, TOO_SLOW = "survives", "hangs", "too slow to tell"
 
 
 class Outcome(NamedTuple):
-    """Which test found a fault, or that it survived, or that the tests did not end."""
+    """Which test found a fault, or that it survived, or that the tests did not end.
+
+    They hang if they end in time without the fault.
+    """
 
     found_by: str
     seconds: float
 
     @property
     def is_found(self) -> bool:
-        return self.found_by != SURVIVES
+        return self.found_by not in {SURVIVES, TOO_SLOW}
 
 
 @contextlib.contextmanager
@@ -72,6 +75,8 @@ def run(copy: Path, fault: Fault | None, tests: Sequence[str], limit_s: float) -
     finally:
         if place:
             place.write_text(before)
+    if found_by == HANGS and fault and run(copy, None, tests, limit_s).found_by == HANGS:
+        found_by = TOO_SLOW
     return Outcome(found_by, round(time.monotonic() - began_s, 1))
 
 
@@ -85,7 +90,7 @@ def _run_forked(tests: Sequence[str], limit_s: float) -> str:
     os.close(writing)
     # Not until the pipe is closed: processes that the tests started may keep it open.
     ready, _, _ = select.select([reading], [], [], limit_s)
-    answer = os.read(reading, _LONGEST_ANSWER).decode() if ready else TIMES_OUT
+    answer = os.read(reading, _LONGEST_ANSWER).decode() if ready else HANGS
     os.close(reading)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
