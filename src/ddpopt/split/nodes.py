@@ -146,15 +146,19 @@ def is_composite(value: object) -> bool:
 
 
 def has_ragged_sizes(graph: fx.Graph) -> bool:
-    """Whether a tensor consists of others whose sizes the inputs do not tell, as a nested one does.
+    """Whether a tensor consists of others whose sizes the inputs do not tell, or is a nested one.
 
     Only the first compile of a graph that makes one finds the symbols that Dynamo chose. Sizes of
-    the inputs may be symbols on one rank and numbers on another, and so must not count.
+    the inputs may be symbols on one rank and numbers on another, and so must not count. Where a
+    nested tensor is an input, Inductor compiles no section that returns a size with a symbol: it
+    takes the nested one's for a number ("Cannot convert symbols to int", 2.13).
     """
     given: set[Any] = set()
     ragged: set[Any] = set()
     for node in graph.nodes:
         value = _torch.dynamo_value(node)
+        if getattr(value, "is_nested", False):
+            return True
         if is_composite(value):
             ragged |= _torch.free_symbols(value)
         elif node.op == "placeholder":
