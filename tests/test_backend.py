@@ -22,7 +22,7 @@ from ddpopt.errors import NotCutError, Reason
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
 from tests.support.buckets import rebuilt_buckets
-from tests.support.cuts import only_cut
+from tests.support.cuts import assert_as_planned, only_cut
 from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
 from tests.support.ranks import Ranks
@@ -196,7 +196,7 @@ def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_diffe
         assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
         assert torch._dynamo.config.optimize_ddp is False
     assert len(only_cut(ddp).sections) > 1
-    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert_as_planned(ddp)
     assert not warnings
 
 

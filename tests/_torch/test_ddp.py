@@ -388,6 +388,9 @@ def test_a_backward_that_is_finalized_by_hand_still_is(one_rank: None) -> None:
         pytest.skip(f"torch {torch.__version__} has no such property")
     ddp.require_manual_backward_finalization = True
     _torch.replace_reducer(ddp, [[0], [1]], [1, 1])
+    assert _torch.final_buckets(ddp) == ((0,), (1,))
     for _ in range(3):
         ddp(torch.ones(2, 64)).sum().backward()
         ddp.finalize_backward()
+        with pytest.raises(RuntimeError):  # there is nothing left: backward did not do it, we did
+            ddp.finalize_backward()

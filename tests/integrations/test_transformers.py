@@ -123,6 +123,7 @@ def test_training_and_resumed_training_split_log_and_explain(
         assert [row["step"] for row in trained] == [6, 8]
         assert all(row["ddpopt.sections"] >= 3 for row in trained)
         assert trained[-1]["ddpopt.step.ms"] > 0
+    assert second["rows"]
     assert all("ddpopt.sections" not in row for row in second["rows"])
 
 

@@ -18,7 +18,11 @@ _OWN_LIMIT_S, _ROOM_LIMIT_S = 240.0, 900.0
 _TESTS_OF = {
     "_text.py": ("tests/test_text.py",),
     "cli": ("tests/cli",),
-    "planning/costs.py": ("tests/planning/test_costs.py", "tests/planning/test_malformed_plans.py"),
+    "planning/costs.py": (
+        "tests/planning/test_costs.py",
+        "tests/planning/test_simulation.py",
+        "tests/planning/test_malformed_plans.py",
+    ),
     "planning/plan.py": ("tests/planning/test_plan.py", "tests/planning/test_malformed_plans.py"),
     "split/facts.py": ("tests/split/test_facts.py", "tests/split/test_order.py"),
     "split/proof.py": (

@@ -423,3 +423,27 @@ def test_after_rebucket_a_static_graph_that_nobody_watched_has_to_reduce_gradien
     Of a compiled model it is known how often gradients arrive, and no_sync may come first.
     """
     ranks.run(_rebucket_static, is_compiled)
+
+
+def _drop_a_local_gradient(rank: int, is_changed: bool) -> tuple[str, bool]:
+    """Use a head under no_sync alone, drop its gradient, and step without it, eagerly."""
+    ddp = DistributedDataParallel(Heads(), **UNUSED)
+    x = torch.ones(2, WIDTH)
+    with ddp.no_sync():
+        ddp(x, 1).sum().backward()
+    ddp.zero_grad()
+    if is_changed:
+        ddpopt.rebucket(ddp, _plan(ddp.module))
+    error = error_of(lambda: ddp(x, 0).sum().backward())
+    return error, ddp.module.heads[1].weight.grad is None
+
+
+def test_after_rebucket_in_eager_training_what_no_sync_alone_used_has_no_gradient(
+    ranks: Ranks,
+) -> None:
+    """A Reducer that noted the use raises."""
+    for error, has_none in ranks.run(_drop_a_local_gradient, False):
+        assert "gradient which is undefined, but still allreduced" in error
+        assert has_none
+    for outcome in ranks.run(_drop_a_local_gradient, True):
+        assert outcome == ("nothing", True)

@@ -285,7 +285,7 @@ def test_the_list_of_caps_makes_the_reducer_form_these_buckets() -> None:
 
 def test_several_dtypes_make_buckets_of_their_own_and_one_cap() -> None:
     plan = make_plan(groups=("float", "half"))
-    assert all(len({int(name[1:]) % 2 for name in b.parameters}) == 1 for b in plan.buckets)
+    assert {len({int(name[1:]) % 2 for name in b.parameters}) for b in plan.buckets} == {1}
     assert set(plan.ddp_kwargs()) == {"bucket_cap_mb"}
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"static_graph": True, "find_unused_parameters": True},
     {"broadcast_buffers": False, "bucket_cap_mb": 0.02},
 ]
+
+
+def _assert_sizes(ddp: DistributedDataParallel, sizes: Sequence[int] = SIZES_OF_MLP) -> None:
+    """DDP's buckets have these many parameters: so its Reducer is another one."""
+    assert [len(bucket) for bucket in real_buckets(ddp)] == [*sizes]
 
 
 def _train_rebucketed(
@@ -114,6 +119,7 @@ def _with_refused_hook(rank: int, kinds: list[Any], name: str) -> None:
     assert_equal_states(train(ddp, inputs), train(expected, inputs))
     ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
     assert_equal_states(train(ddp, inputs), train(expected, inputs))
+    _assert_sizes(ddp)
     assert len(ddp._comm_hooks) == len(expected._comm_hooks)
     assert ddp._get_ddp_logging_data()["comm_hook"] == name
     ddpopt.rebucket(ddp, plan_of(ddp.module, (12,)))
@@ -214,6 +220,7 @@ def _fail_at_each_step(rank: int, options: dict[str, Any]) -> list[str]:
             assert_equal_states(train(ddp, inputs), train(expected, inputs))
             ddp.zero_grad()
             ddpopt.rebucket(ddp, plan)
+            _assert_sizes(ddp)
             expected.zero_grad()
             assert_equal_states(train(ddp, inputs), train(expected, inputs))
     return errors
@@ -313,6 +320,7 @@ def _backward_from_before(rank: int, is_evaluated: bool) -> None:
     with ddp.no_sync():
         ddp(batches(rank, [(4, 64)])[0]).sum().backward()
     train(ddp, batches(rank, [(4, 64)] * 3))
+    _assert_sizes(ddp)
     gathered = [torch.empty(64) for _ in range(2)]
     dist.all_gather(gathered, ddp.module.layers[0].bias.detach())
     assert torch.equal(*gathered)
@@ -341,6 +349,7 @@ def _begin_static(rank: int) -> list[str]:
     errors.append(error_of(lambda: ddp(x)))
     ddp.requires_grad_(True)
     train(ddp, [x] * 3)
+    _assert_sizes(ddp)
     return errors
 
 
@@ -391,6 +400,7 @@ def _pass_by(rank: int) -> None:
         ddp.module(batches(rank, [(4, 64)])[0]).sum().backward()
     ddp.zero_grad()
     train(ddp, batches(rank, [(4, 64)] * 2))
+    _assert_sizes(ddp)
 
 
 def test_until_the_next_forward_no_backward_can_run_and_the_module_can_be_saved(
@@ -412,6 +422,7 @@ def _rebucket_noted(rank: int) -> tuple[str, str]:
     ddp.zero_grad()
     ddpopt.rebucket(ddp, plan)
     train(ddp, [x, x])
+    _assert_sizes(ddp)
     return after_evaluation, after_backward
 
 
@@ -470,6 +481,7 @@ def _rebucket_at_the_limit(rank: int) -> None:
         for sizes in (SIZES_OF_MLP, (6, 6), (2, 4, 6)):
             train(ddp, batches(rank, [(4, 64)] * 2))
             ddpopt.rebucket(ddp, dataclasses.replace(plan, sizes=sizes))
+            _assert_sizes(ddp, sizes)
         train(ddp, batches(rank, [(4, 64)] * 2))
 
 
@@ -534,6 +546,25 @@ def test_a_change_takes_the_memory_of_one_bucket_at_most(mode: str) -> None:
     before, after, has_backend = done.stdout.split()
     assert float(after) < float(before) + 24
     assert has_backend == str(mode == "compiled")
+
+
+def _logged_iterations(ddp: DistributedDataParallel) -> list[int]:
+    """Of 14 steps, those that DDP has timed: its log has the last one."""
+    logged = []
+    for _ in range(14):
+        ddp(torch.ones(1, 64)).sum().backward()
+        logged.append(ddp._get_ddp_logging_data()["iteration"])
+    return logged
+
+
+def test_a_new_reducer_times_as_many_steps_as_by_default(one_rank: None) -> None:
+    """The rate at which DDP times steps cannot be read; by default it is every hundredth."""
+    ddp = DistributedDataParallel(MLP(1))
+    ddp._set_ddp_runtime_logging_sample_rate(1)
+    assert _logged_iterations(ddp) == list(range(14))
+    ddp.zero_grad()
+    ddpopt.rebucket(ddp, plan_of(ddp.module, (1, 1)))
+    assert _logged_iterations(ddp) == [*range(10), 10, 10, 10, 10]
 
 
 def test_what_is_no_ddp_module_is_refused() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,9 +16,10 @@ from ddpopt.errors import Reason
 from ddpopt.split.cut import Cut
 from ddpopt.split.forward import find_passing_gradients
 from ddpopt.split.nodes import call_nodes
+from tests.support.cuts import only_cut
 from tests.support.graphs import Capture, forward_of
 from tests.support.models import batches
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, error_of
 
 WIDTH = 8
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -174,6 +176,87 @@ def test_parameters_behind_outputs_that_the_loss_does_not_use_get_zeros_as_unspl
         assert not gradients[0]["second.0.weight"].any()
 
 
+class Apart(nn.Module):
+    """Two layers, each with an output of its own; to the second a third adds, which is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.detached = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x).tanh(), self.second(x).tanh() + self.detached(x).detach()
+
+
+def _apart(how: str) -> tuple[DistributedDataParallel, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Apart(), bucket_cap_mb=200 / 2**20, static_graph=True)
+    chosen = {"enabled": False} if how == "unsplit" else {"split": how}
+    return ddp, torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **chosen})
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # else unsplit refuses `retain_graph`
+def _take_two_losses(rank: int, how: str, retain_graph: bool) -> tuple[str, list[bool]]:
+    """A backward for each: the second one's error, and which layers have the ranks' mean."""
+    ddp, model = _apart(how)
+    (x,) = batches(rank, [(4, WIDTH)])
+    for _ in range(3):
+        ddp.zero_grad()
+        (model(x)[0] + model(x)[1]).sum().backward()
+    assert how == "unsplit" or len(only_cut(ddp).sections) > 1
+    module = ddp.module
+    means = [layer.weight.grad.clone() for layer in (module.first, module.second)]
+    ddp.zero_grad()
+    first, second = model(x)
+    first.sum().backward(retain_graph=retain_graph)
+    error = error_of(second.sum().backward)
+    pairs = zip((module.first, module.second), means, strict=True)
+    return error, [torch.allclose(layer.weight.grad, mean) for layer, mean in pairs]
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("how", ["unsplit", "backward", "forward"])
+def test_of_two_losses_with_a_backward_each_ddp_reduces_the_first_alone(
+    ranks: Ranks, how: str, retain_graph: bool
+) -> None:
+    """The second fails, or with `retain_graph` stays each rank's own. A cut forward has both."""
+    for error, is_mean in ranks.run(_take_two_losses, how, retain_graph):
+        assert is_mean == [True, how == "forward"]
+        assert ("a second time" in error) is not (retain_graph or how == "forward")
+
+
+def _mix_steps(rank: int, how: str, are_compiled: Sequence[bool]) -> list[str]:
+    """Return of each step whether ranks have one gradient, or the error that ended training."""
+    ddp, model = _apart(how)
+    (x,) = batches(rank, [(4, WIDTH)])
+    outcomes = []
+    for is_compiled in are_compiled:
+        ddp.zero_grad()
+        run = model if is_compiled else ddp
+        error = error_of(lambda run=run: sum(run(x)).sum().backward())
+        if error != "nothing":
+            return [*outcomes, error.partition(" in ")[0]]
+        assert how == "unsplit" or not is_compiled or len(only_cut(ddp).sections) > 1
+        gradients = [torch.empty(WIDTH, WIDTH) for _ in range(2)]
+        dist.all_gather(gradients, ddp.module.first.weight.grad)
+        outcomes.append("reduced" if torch.equal(*gradients) else "unreduced")
+    return outcomes
+
+
+@pytest.mark.parametrize("how", ["unsplit", "backward", "forward"])
+def test_compiled_steps_do_not_mix_with_eager_ones_where_a_static_graph_detaches_a_layer(
+    ranks: Ranks, how: str
+) -> None:
+    """Compiled code marks the layer ready, eager does not. Here it has no section of its own."""
+    compiled_first = ["reduced", "reduced", "unreduced"]
+    compiled_first.append("RuntimeError: Expected to have finished reduction")
+    eager_first = ["reduced", "reduced", "RuntimeError: Your training graph has changed"]
+    for outcomes in ranks.run(_mix_steps, how, (True, True, False, False)):
+        assert outcomes == compiled_first
+    for outcomes in ranks.run(_mix_steps, how, (False, False, True)):
+        assert outcomes == eager_first
+
+
 def _passing(forward: Forward) -> dict[str, bool]:
     torch._dynamo.reset()
     capture = Capture()
@@ -230,4 +313,6 @@ def test_what_is_written_into_memory_counts_as_passing() -> None:
         other.view(16).add_((x @ p[1]).view(16))
         return rows + other
 
-    assert all(is_passing for name, is_passing in _passing(forward).items() if "zeros" not in name)
+    passing = [is_passing for name, is_passing in _passing(forward).items() if "zeros" not in name]
+    assert len(passing) > 4
+    assert all(passing)

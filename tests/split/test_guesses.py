@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt._torch.names import installed_release
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward import Flow, SectionGraph, compile_backward_sections
@@ -23,7 +22,7 @@ from ddpopt.split.facts import (
     refuse_linked_calls,
 )
 from tests.support.algorithms import flat_weights
-from tests.support.cuts import only_cut
+from tests.support.cuts import assert_as_planned, only_cut
 from tests.support.models import assert_equal_states, state_of, twins
 from tests.support.ranks import Ranks
 from tests.support.releases import needs_delayed_parameters
@@ -197,7 +196,7 @@ def test_gradients_are_those_of_eager_ddp(
     assert expected in ((cut.split,) if reasons == (None, None) else reasons)
     if cut.fallback is None:
         assert len(cut.sections) == 3
-        assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+        assert_as_planned(ddp)
         records = [r for r in caplog.records if "ddpopt" in r.name]
         assert not [r for r in records if r.levelno >= logging.WARNING]
 
@@ -302,7 +301,7 @@ def test_calls_on_streams_of_their_own_are_not_cut(one_rank: None) -> None:
     graph.call_function(torch.ops.streams.fork.default, (0, 1))
     graph.output((graph.call_function(torch.relu, (graph.call_function(torch.relu, (x,)),)),))
     gm = fx.GraphModule(nn.Module(), graph)
-    assert not any(read_forward(gm, {}).legal_bounds)
+    assert set(read_forward(gm, {}).legal_bounds) == {False}
     with pytest.raises(NotCutError, match="stream"):
         refuse_linked_calls(gm)
 
@@ -320,7 +319,7 @@ def test_what_is_not_known_to_be_pure_keeps_its_place() -> None:
     graph.output(()).meta["desc"] = []
     facts = read_backward(fx.GraphModule(nn.Module(), graph), ReachableMemory())
     assert list(facts.is_ordered) == [False, True, True, True]
-    assert not any(facts.is_repeat)
+    assert list(facts.is_repeat) == [False] * len(calls)
 
 
 def test_sections_share_a_compile_only_if_the_same_inputs_are_saved_tensors() -> None:

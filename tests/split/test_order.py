@@ -579,14 +579,33 @@ def test_a_hook_may_write_a_gradient_that_shares_memory_with_an_outputs(
     _compare_with_a_hook(ReturnsTwo(), "added", _halve_gradient, loss_of, split)
 
 
-def test_a_hook_that_replaces_the_values_of_a_run_is_named(one_rank: None) -> None:
-    """Hooks on the graph's own autograd node get, and may replace, what leads to the sections."""
+def _settled_output() -> torch.Tensor:
+    """What a model returns whose buckets have settled, and whose backward is cut."""
     ddp = DistributedDataParallel(Layers(), **CAP)
     model = _compile(ddp, "auto")
-    for step in range(4):
-        output = model(torch.ones(4, SIZE))
-        if step < 3:
-            output.sum().backward()
+    for _ in range(3):
+        model(torch.ones(4, SIZE)).sum().backward()
+    assert len(only_cut(ddp).sections) > 1
+    return model(torch.ones(4, SIZE))
+
+
+def test_hooks_on_the_graphs_own_node_see_its_first_section_alone(one_rank: None) -> None:
+    """One before it gets one gradient more than there are outputs: None, for the token."""
+    output = _settled_output()
+    arrived: list[int] = []
+    before: list[bool] = []
+    output.grad_fn.register_prehook(lambda gradients: before.extend(g is None for g in gradients))
+    output.grad_fn.register_hook(
+        lambda gradients, _: arrived.extend(g.numel() for g in gradients if g is not None)
+    )
+    output.sum().backward()
+    assert before == [False, True]
+    assert sorted(arrived) == [1, SIZE * SIZE]  # the handle, and the last layer's weight
+
+
+def test_a_hook_that_replaces_the_values_of_a_run_is_named(one_rank: None) -> None:
+    """Hooks on the graph's own autograd node get, and may replace, what leads to the sections."""
+    output = _settled_output()
     output.grad_fn.register_hook(
         lambda gradients, _: tuple(None if g is None else g * 2 for g in gradients)
     )

@@ -22,7 +22,7 @@ from ddpopt._torch import names
 from ddpopt.errors import Reason
 from ddpopt.split import runner
 from tests.support.buckets import rebuilt_buckets
-from tests.support.cuts import only_cut
+from tests.support.cuts import assert_as_planned, only_cut
 from tests.support.models import (
     CHANGES,
     MLP,
@@ -89,7 +89,7 @@ def test_a_copy_of_a_trained_module_is_at_its_beginning(
             assert arrived == [p.name for p in cut.arrival]
     assert will_rebuild[0]
     assert not will_rebuild[-1]
-    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert_as_planned(ddp)
     assert not _torch.will_rebuild_buckets(original)
 
 
@@ -134,7 +134,7 @@ def test_a_module_that_changes_once_ddp_was_made_keeps_its_buckets(
     assert cut.split == split
     assert len(cut.sections) > 1
     if change in (prune_all, reorder):
-        assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+        assert_as_planned(ddp)
         assert sorted(k for s in cut.sections for k in s.completes) == [
             bucket.index for bucket in cut.buckets
         ]
@@ -478,6 +478,7 @@ def test_a_graph_shared_by_blocks_is_planned_for_one_block(
     inputs = batches(0, [(2, WIDTH)] * 4)
     assert_equal_states(train(ddp, inputs, _compile(ddp, split)), train(eager, inputs))
     cuts = ddpopt.explain(ddp).cuts
+    assert cuts
     assert all(cut.is_shared for cut in cuts)
     assert {len(cut.sections) for cut in cuts} == {sections}
     assert not [r for r in caplog.records if "other buckets" in r.getMessage()]
@@ -516,7 +517,7 @@ def test_buckets_are_compared_after_a_long_accumulation(one_rank: None) -> None:
             for x in batches(0, [(2, WIDTH)] * 15):
                 compiled(x).sum().backward()
         compiled(torch.randn(2, WIDTH)).sum().backward()
-    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert_as_planned(ddp)
 
 
 def _has_aliases(output: torch.Tensor) -> bool:
@@ -544,7 +545,7 @@ def test_who_never_leaves_no_sync_runs_the_compiled_graph(
             ordered.append(_has_aliases(output))
             output.sum().backward()
     assert ordered == [True] * 5 + [False] * 3 + [True] + [False] * 3
-    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert_as_planned(ddp)
 
 
 @pytest.mark.parametrize("split", ["backward", "forward"])
@@ -562,7 +563,7 @@ def test_gradients_of_a_forward_under_no_sync_may_be_seen(
         with contextlib.nullcontext() if is_first else ddp.no_sync():
             second = compiled(y)
         (first * second).sum().backward()
-    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert_as_planned(ddp)
 
 
 def _warnings_of_buckets(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -592,7 +593,7 @@ def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
     ddp = DistributedDataParallel(Normed(), bucket_cap_mb=CAP)
     train(ddp, batches(0, [(2, WIDTH)] * num_eager))
     train(ddp, batches(0, [(2, WIDTH)] * 4), _compile(ddp, split))
-    assert all(bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets)
+    assert_as_planned(ddp)
     assert len(ddpopt.explain(ddp).cuts[0].sections) > 1
     assert not _warnings_of_buckets(caplog)
 

@@ -414,7 +414,9 @@ def test_floats_that_dynamo_takes_for_inputs_are_no_obstacle(one_rank: None, spl
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
     for _ in range(3):
         compiled(torch.randn(4, 64)).sum().backward()
-    assert all(len(cut.sections) > 1 for cut in ddpopt.explain(ddp).cuts)
+    cuts = ddpopt.explain(ddp).cuts
+    assert len(cuts) >= 3
+    assert all(len(cut.sections) > 1 for cut in cuts)
 
 
 # ---- the site ---------------------------------------------------------------------------------
