@@ -53,6 +53,7 @@ def test_the_backend_is_found_without_an_import() -> None:
     assert done.stdout.split() == ["2.0", "True"]
 
 
+@pytest.mark.quick("0.03")
 @pytest.mark.parametrize("cap_mb", [CAP, 25])
 def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb: float) -> None:
     """It does for a graph that is cut, and for one that is not.
@@ -91,6 +92,7 @@ def _train_without_ddp(_rank: int, kind: str) -> list[str]:
     return warnings
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
 def test_ranks_that_train_without_ddp_are_warned_once(ranks: Ranks, kind: str) -> None:
     """Nothing would tell them that their gradients stay apart; an evaluation has none."""
@@ -99,6 +101,7 @@ def test_ranks_that_train_without_ddp_are_warned_once(ranks: Ranks, kind: str) -
         assert all("Wrap the model in DistributedDataParallel" in text for text in warnings)
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, inner: str) -> None:
     """They are `torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
@@ -122,6 +125,7 @@ def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
     assert planned == rebuilt_buckets(ddp)
 
 
+@pytest.mark.quick("<lambda>-options0-Reason.ONE_BUCKET")
 @pytest.mark.parametrize(
     ("make", "options", "reason"),
     [
@@ -200,6 +204,7 @@ def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_diffe
     assert not warnings
 
 
+@pytest.mark.quick("flags0-set it to True")
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
@@ -245,6 +250,7 @@ def _train_by(rank: int, backend: str, way: str) -> str:
     return "averaged" if all(torch.allclose(*pair) for pair in pairs) else "other gradients"
 
 
+@pytest.mark.quick("ours, all of a step")
 @pytest.mark.parametrize(
     ("backend", "way", "outcome"),
     [
@@ -253,6 +259,13 @@ def _train_by(rank: int, backend: str, way: str) -> str:
         ("ddpopt", "compiled in DDP in a step", "trace_autograd_ops is on, and a compiled"),
         ("ddpopt", "compiled DDP", "averaged"),
         ("aot_eager", "step", "no gradient"),
+    ],
+    ids=[
+        "ours, all of a step",
+        "ours, DDP in a step",
+        "ours, in DDP in a step",
+        "ours, DDP",
+        "another, all of a step",
     ],
 )
 def test_a_backward_that_would_be_traced_is_refused(
@@ -343,6 +356,7 @@ def test_the_take_over_is_idempotent_and_removable() -> None:
     ddpopt.backend.install()
 
 
+@pytest.mark.quick("cap_options0")
 @pytest.mark.parametrize(
     "cap_options", [{"bucket_cap_mb": 0.001}, {"bucket_cap_mb_list": [0.02, 0.05]}]
 )
@@ -385,6 +399,7 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
     assert len([text for text in warnings() if Reason.NO_LEGAL_CUT.value in text]) == 1
 
 
+@pytest.mark.quick("make_section_graphs-options0-Reason.BACKWARD_FAILED")
 @pytest.mark.parametrize(
     ("failing", "options", "reason"),
     [
@@ -434,6 +449,7 @@ class _PreparedOnce(MLP):
         return super().forward(x)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("computes_before", [True, False])
 def test_a_graph_that_takes_the_place_of_several_is_split(
     one_rank: None, computes_before: bool

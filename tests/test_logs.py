@@ -140,6 +140,7 @@ def _logged_plans(rank: int, is_warmed_up: bool, names: str) -> list[str]:
     return [line for line in lines if BOUNDARIES in line]
 
 
+@pytest.mark.quick("ddpopt-num_plans0-False")
 @pytest.mark.parametrize("is_warmed_up", [False, True])
 @pytest.mark.parametrize(("names", "num_plans"), [("ddpopt", [1, 0]), ("+ddpopt", [1, 1])])
 def test_rank_0_logs_its_plans_once_and_the_others_do_where_that_is_asked_for(

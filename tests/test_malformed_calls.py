@@ -108,6 +108,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
 ]
 
 
+@pytest.mark.quick("model is None0")
 @pytest.mark.parametrize(("call", "text"), CALLS, ids=[text for _, text in CALLS])
 def test_an_error_names_what_was_given_and_is_short(
     one_rank: None, call: Callable[[], object], text: str

@@ -70,6 +70,7 @@ def test_buckets_equal_those_of_the_reducers_own_function(
     assert [[p.index for p in bucket.parameters] for bucket in predicted] == real
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.parametrize(
     "options",
     [{}, {"bucket_cap_mb": 0.03}, {"bucket_cap_mb": 25}, {"bucket_cap_mb_list": [0.02, 0.1]}],

@@ -33,6 +33,7 @@ from tests.support.models import (
 )
 
 
+@pytest.mark.quick("_has_rebuilt_buckets")
 @pytest.mark.parametrize("name", ["_has_rebuilt_buckets", "bucket_bytes_cap_list"])
 def test_an_attribute_that_is_only_written_is_missed_too(one_rank: None, name: str) -> None:
     """A Reducer stays where DDP cannot be told of another; no name is created."""
@@ -90,6 +91,7 @@ def _buckets_by_tensor(ddp: DistributedDataParallel) -> list[list[int]]:
     return [[numbers[tensor] for tensor in bucket.parameters()] for bucket in buckets]
 
 
+@pytest.mark.quick("known before-at first-tie")
 @each_change
 @pytest.mark.parametrize("num_before", [0, 4], ids=["at first", "after four steps"])
 @pytest.mark.parametrize("is_asked_before", [True, False], ids=["known before", "unknown"])
@@ -119,6 +121,7 @@ def test_parameters_have_the_reducers_numbers_whatever_the_module_has_become(
     assert _torch.final_buckets(ddp) == tuple(map(tuple, rebuilt_buckets(ddp)))
 
 
+@pytest.mark.quick("tie")
 @each_change
 def test_buckets_that_are_never_rebuilt_have_the_reducers_numbers_too(
     one_rank: None, change: Callable[[MLP], None]
@@ -133,6 +136,7 @@ def test_buckets_that_are_never_rebuilt_have_the_reducers_numbers_too(
     assert [bucket[0] for bucket in buckets] == sorted((b[0] for b in buckets), reverse=True)
 
 
+@pytest.mark.quick("deepcopy-tie")
 @each_change
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))])
 def test_a_copy_is_numbered_as_its_own_reducer_was_made(
@@ -190,6 +194,7 @@ def test_numbers_that_are_not_the_reducers_are_an_error_where_they_meet(one_rank
             _torch.final_buckets(ddp)
 
 
+@pytest.mark.quick("tie")
 @each_change
 def test_parameters_of_several_dtypes_are_numbered_too(
     one_rank: None, change: Callable[[MLP], None]
@@ -255,6 +260,7 @@ def _having_each_other() -> Any:
     return reduce
 
 
+@pytest.mark.quick("method")
 @pytest.mark.parametrize(
     ("hook", "is_stateful"),
     [
@@ -305,6 +311,7 @@ def _options_of_reducers() -> list[dict[str, Any]]:
     return [dict.fromkeys(pair, True) for pair in itertools.combinations(flags, 2)]
 
 
+@pytest.mark.quick("find_unused_parameters gradient_as_bucket_view")
 @pytest.mark.parametrize("options", _options_of_reducers(), ids=" ".join)
 def test_a_new_reducer_is_made_as_the_first_one_but_for_buckets(
     one_rank: None, options: dict[str, Any]
@@ -323,6 +330,7 @@ def test_a_new_reducer_is_made_as_the_first_one_but_for_buckets(
             assert before == after
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.parametrize("options", [{}, STATIC], ids=str)
 def test_a_change_of_reducers_runs_no_hook_and_leaves_gradients_alone(
     one_rank: None, options: dict[str, Any]

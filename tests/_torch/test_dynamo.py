@@ -46,6 +46,7 @@ def test_without_the_in_tree_class_to_replace_training_goes_on(
     ddpopt.backend.install()
 
 
+@pytest.mark.quick("bucket_bytes_cap_list")
 @pytest.mark.parametrize("name", ["bucket_bytes_cap_list", "reducer"])
 def test_a_ddp_attribute_that_moved_means_unsplit(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str

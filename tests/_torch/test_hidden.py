@@ -367,6 +367,7 @@ _PROGRAMS = {
 _ONLY_NIGHTLY = ("profiled", "accumulating", "torch._dynamo.reset")
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize(
     "name",
     [
@@ -379,12 +380,14 @@ def test_dynamo_compiles_and_breaks_what_it_does_without_ddpopt(one_rank: None, 
     assert _compare(0, _PROGRAMS[name]) == ""
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
 def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> None:
     """Other nodes of ours run in its backward, until DDP has its final buckets."""
     assert _compare(0, _PROGRAMS[name], split="forward") == ""
 
 
+@pytest.mark.quick("ByteGrad")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -426,6 +429,7 @@ def _tune(rank: int, train: Callable[..., None]) -> tuple[str, str, list[tuple[s
     return counts.difference_from(stocks), outcome, recompiled
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
 def test_a_search_for_buckets_measures_steps_and_no_compiles(ranks: Ranks, name: str) -> None:
     """Backward sections run as they are before and after it, and nothing is compiled anew."""

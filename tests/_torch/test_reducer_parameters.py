@@ -36,6 +36,7 @@ def test_reducer_parameters_leave_out_what_ddp_leaves_out(one_rank: None) -> Non
     assert [p.index for p in parameters] == [0, 1, 2, 3]
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_reducer_parameters_stay_when_others_are_frozen(one_rank: None, is_sparse: bool) -> None:
     """They are those that required gradients when DDP was made; one may have a sparse one."""

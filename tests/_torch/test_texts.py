@@ -83,6 +83,7 @@ def _check_training(
         assert len(cut.sections) > 1
 
 
+@pytest.mark.quick("node metadata 'example_value'")
 @pytest.mark.parametrize("row", REASONS, ids=str)
 def test_training_goes_on_without_a_text(
     one_rank: None, row: PrivateText, monkeypatch: pytest.MonkeyPatch

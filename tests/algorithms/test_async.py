@@ -376,6 +376,7 @@ def _run_state(rank: int, warmup_steps: int, run: Callable[[Trial], None]) -> tu
     return is_still and not _threads() and trial.equals_peers(), rounds
 
 
+@pytest.mark.quick("0-_abort_before_start")
 @pytest.mark.parametrize(
     ("warmup_steps", "run"), [(steps, run) for steps, runs in STATES.items() for run in runs]
 )
@@ -564,6 +565,7 @@ def _step(forward: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> No
     optimizer.step()
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_a_compiled_model_trains_alike_and_attaching_makes_no_graphs(
     ranks: Ranks, split: str

@@ -148,6 +148,7 @@ def _fail_to_attach(rank: int, where: str, algorithm: Any) -> str:
     return error
 
 
+@pytest.mark.quick("ddpopt.algorithms.handle.FlatWeights-Decentralized")
 @pytest.mark.parametrize(
     ("where", "algorithm"), FAILURES, ids=lambda v: v if isinstance(v, str) else v.name
 )

@@ -223,6 +223,7 @@ def _compile(rank: int, split: str) -> Any:
     return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_compiled_training_equals_eager_and_adds_no_graphs(ranks: Ranks, split: str) -> None:
     for (eager, _), (compiled, num_graphs), num_plain in ranks.run(_compile, split):
@@ -261,6 +262,7 @@ def _train_with(rank: int, ddp_options: dict[str, Any]) -> Any:
     return messages, flat_weights(ddp)
 
 
+@pytest.mark.quick("ddp_options0")
 @pytest.mark.parametrize(
     "ddp_options",
     [

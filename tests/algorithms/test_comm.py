@@ -133,6 +133,7 @@ def _train_large(rank: int, name: str) -> list[float]:
     return ddp.module.weight.tolist()
 
 
+@pytest.mark.quick("all")
 @pytest.mark.parametrize("name", LARGE)
 def test_weights_of_float16_may_be_large(ranks: Ranks, name: str) -> None:
     assert ranks.run(_train_large, name) == [[40000.0] * 8] * 2
@@ -259,6 +260,7 @@ ROWS = {
 }
 
 
+@pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("row", ROWS)
 def test_metrics_count_bytes_sent_and_saved(ranks: Ranks, row: str) -> None:
     """Bytes are those of values, or of codes and their ranges; saved is what DDP sends beyond."""

@@ -307,6 +307,7 @@ def _write_in_a_step(rank: int, selection: str, kind: str, is_skipped: bool) -> 
     handle.detach()
 
 
+@pytest.mark.quick("all-a checkpoint-updated")
 @pytest.mark.parametrize("is_skipped", [False, True], ids=["updated", "skipped"])
 @pytest.mark.parametrize("kind", ["a checkpoint", "decay", "data", "swapped"])
 @pytest.mark.parametrize("selection", ["all", "shift_one"])
@@ -958,6 +959,7 @@ def _compile(rank: int, split: str) -> Any:
     return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_compiled_training_equals_eager_and_adds_no_graphs(ranks: Ranks, split: str) -> None:
     for (eager, _), (compiled, num_graphs), num_plain in ranks.run(_compile, split):

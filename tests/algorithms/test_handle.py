@@ -139,6 +139,7 @@ def _train_in_eval(rank: int, name: str) -> torch.Tensor:
     return flat_weights(ddp)
 
 
+@pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
     """An evaluation that forgot `no_grad` makes none."""
@@ -163,6 +164,7 @@ def test_an_update_may_be_skipped_in_eval_mode(ranks: Ranks) -> None:
     assert torch.equal(*ranks.run(_skip_in_eval))
 
 
+@pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_joins_forwards_are_refused(one_rank: None, name: str) -> None:
     """In it, an algorithm would not take part on a rank without inputs."""
@@ -391,6 +393,7 @@ def _load_in_an_open_step(rank: int, name: str) -> bool:
     return is_equal
 
 
+@pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ["Decentralized", "LowPrecisionDecentralized"])
 def test_a_checkpoint_that_is_loaded_in_an_open_step_is_not_averaged(
     ranks: Ranks, name: str
@@ -549,6 +552,7 @@ def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
     return torch.equal(weights[0], weights[1]), graphs[1], graphs[2]
 
 
+@pytest.mark.quick("decentralized-forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 @pytest.mark.parametrize("algorithm", [FLAT, Watched()], ids=["decentralized", "allreduce"])
 def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
@@ -603,6 +607,7 @@ class _Failing(Algorithm[_FailingHandle]):
     handle_type = _FailingHandle
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_a_failure_in_the_background_is_raised_by_that_backward(
     one_rank: None, static_graph: bool
@@ -638,6 +643,7 @@ def test_a_layer_that_is_unfrozen_later_is_averaged_too(ranks: Ranks) -> None:
     assert torch.equal(*ranks.run(_unfreeze))
 
 
+@pytest.mark.quick("ByteGrad")
 @pytest.mark.parametrize("name", ["ByteGrad", "QAdam", "Decentralized"])
 def test_a_layer_that_is_unfrozen_before_attach_is_averaged_or_named(
     one_rank: None, name: str
@@ -670,6 +676,7 @@ class WithEmpty(nn.Module):
         return self.mlp(x) + self.empty.sum().float()
 
 
+@pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_parameter_without_elements_is_left_alone(one_rank: None, name: str) -> None:
     algorithm, ddp = ALGORITHMS[name], DistributedDataParallel(WithEmpty())

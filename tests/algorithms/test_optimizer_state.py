@@ -140,6 +140,7 @@ def _resume(rank: int, resumed_rank: int) -> tuple[str, int]:
     return text_of(states), int(states[0]["step"])
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("resumed_rank", [0, 1])
 def test_ranks_go_on_from_where_rank_0_is(ranks: Ranks, resumed_rank: int) -> None:
     """Only one of them has a state: the other gets it, or it is given up for rank 0's fresh one."""

@@ -353,6 +353,7 @@ def _accumulate(rank: int, is_accumulated: bool, ddp_options: dict[str, Any]) ->
     return flat_weights(ddp)
 
 
+@pytest.mark.quick("ddp_options0")
 @pytest.mark.parametrize("ddp_options", [{}, {"gradient_as_bucket_view": True}])
 def test_accumulated_micro_batches_are_one_batch(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
     accumulated = ranks.run(_accumulate, True, ddp_options)
@@ -395,6 +396,7 @@ def _resume(rank: int, at_step: int) -> Any:
     return results
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("at_step", [2, WARMUP, 6])
 def test_a_run_goes_on_bitwise_from_a_checkpoint(ranks: Ranks, at_step: int) -> None:
     """Checkpoints are of a step in the warm-up, of its end, and of a later step."""
@@ -477,6 +479,7 @@ def _compile(rank: int, split: str) -> Any:
     return *results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_compiled_training_equals_eager_and_adds_no_graphs(ranks: Ranks, split: str) -> None:
     for (eager, _), (compiled, num_graphs), num_plain in ranks.run(_compile, split):

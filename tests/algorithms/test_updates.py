@@ -66,6 +66,7 @@ class Twice(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.quick("Wrapping")
 @pytest.mark.parametrize("kind", [Wrapping, WrappingWithHooks])
 def test_an_optimizer_whose_step_calls_no_hooks_is_refused(one_rank: None, kind: Any) -> None:
     ddp = DistributedDataParallel(MLP(1))
@@ -109,6 +110,7 @@ def _twice(parameters: Any) -> tuple[Any, Any]:
     return optimizer, optimizer
 
 
+@pytest.mark.quick("scheduler")
 @pytest.mark.parametrize(
     "make",
     [_scheduled, _around(Lookahead, True), _around(Lookahead, False), _zero, _twice],
@@ -135,6 +137,7 @@ def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, m
     handle.detach()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("has_backward", [True, False])
 def test_only_an_update_outside_of_a_pause_has_to_be_known(
     one_rank: None, has_backward: bool
@@ -162,6 +165,7 @@ def test_only_an_update_outside_of_a_pause_has_to_be_known(
     handle.detach(average=False)
 
 
+@pytest.mark.quick("Decentralized-paused")
 @pytest.mark.parametrize("between", ["paused", "state_dict", "average", "nothing"])
 @pytest.mark.parametrize("name", ["Decentralized", "AsyncModelAverage"])
 def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
@@ -235,6 +239,7 @@ def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
     return errors
 
 
+@pytest.mark.quick("Decentralized-all")
 @pytest.mark.parametrize("is_partial", [False, True], ids=["all", "a part"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_optimizer_that_was_made_anew_is_noticed_at_the_next_forward(
@@ -281,6 +286,7 @@ def _train_without_steps(case: str) -> tuple[list[str], int]:
     return lines, handle.num_communications
 
 
+@pytest.mark.quick("replaced")
 @pytest.mark.parametrize("case", ["replaced", "clipped and alternating"])
 def test_weights_written_without_the_hooks_of_a_step_are_told_once(
     one_rank: None, case: str
@@ -293,6 +299,7 @@ def test_weights_written_without_the_hooks_of_a_step_are_told_once(
     assert "the SGD given to attach has not called its hooks" in line
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("case", ["plain", "clipped", "alternating", "skipped"])
 def test_usual_steps_are_not_told(one_rank: None, case: str) -> None:
     """Weights that are written before a `step` are not told either, nor by the algorithm."""

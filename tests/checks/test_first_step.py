@@ -54,6 +54,7 @@ class _OwnForward(DistributedDataParallel):
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_the_flag_verifies_where_ddps_forward_is_another(one_rank: None, is_wrapped: bool) -> None:
     """DDP's forward is a subclass's, or a tool has wrapped it."""
@@ -99,6 +100,7 @@ def _train_verified(rank: int, is_outer: bool, is_broken: bool) -> str:
     return ""
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("is_outer", [True, False])
 def test_the_flag_verifies_before_the_first_step(ranks: Ranks, is_outer: bool) -> None:
     """Right code trains on; wrong code on one rank stops all with one error, before any step."""
@@ -134,6 +136,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.quick("None-DDP")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("what", AROUND)
 @pytest.mark.parametrize("dynamic", [None, False, True])
@@ -162,6 +165,7 @@ def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool 
     assert len(num_graphs) == 1
 
 
+@pytest.mark.quick("DDP")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("what", AROUND)
 def test_the_flag_finds_wrong_code_before_the_first_backward(what: str) -> None:
@@ -200,6 +204,7 @@ def _delayed(module: nn.Module) -> dict[str, Any]:
     return {"delay_all_reduce_named_params": named[:2], "param_to_hook_all_reduce": named[-1][1]}
 
 
+@pytest.mark.quick("torch.compile(DDP(m))")
 @needs_delayed_parameters
 @pytest.mark.parametrize("way", WAYS)
 def test_the_flag_names_the_mode_in_which_it_cannot_verify(ranks: Ranks, way: str) -> None:
@@ -591,12 +596,14 @@ def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
     return num_verified, [line for line in lines if line.startswith("ddpopt.config.verify")]
 
 
+@pytest.mark.quick("inputs are no leaves")
 @pytest.mark.parametrize("name", VERIFIED)
 def test_the_flag_verifies_and_changes_nothing(ranks: Ranks, name: str) -> None:
     """Training with the flag is bitwise the one without it, and no warning is given."""
     assert ranks.run(_train_twice, name) == [(1, []), (1, [])]
 
 
+@pytest.mark.quick("a generator")
 @pytest.mark.parametrize("name", WARNED)
 def test_what_the_flag_cannot_verify_is_trained(ranks: Ranks, name: str) -> None:
     """It is trained bitwise as without the flag; one warning on each rank says why, in a line."""

@@ -169,6 +169,7 @@ def _assert_unchanged(ranks: Ranks, calls: Sequence[str], losses: Sequence[str],
         assert all(map(torch.equal, parameters, without))
 
 
+@pytest.mark.quick("0-options0")
 @pytest.mark.parametrize(
     ("steps_before", "options"), [(0, {}), (0, {"static_graph": True}), (2, {})]
 )

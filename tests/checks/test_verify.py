@@ -87,6 +87,7 @@ def _verify(rank: int, split: str, steps_before: int, ddp_options: dict[str, Any
     return str(result)
 
 
+@pytest.mark.quick("0-forward")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 def test_right_code_passes_and_nothing_changes(ranks: Ranks, split: str, steps_before: int) -> None:
@@ -100,6 +101,7 @@ def test_right_code_passes_and_nothing_changes(ranks: Ranks, split: str, steps_b
     assert "on 2 ranks" in first
 
 
+@pytest.mark.quick("static_graph-forward")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     "ddp_options",
@@ -165,6 +167,7 @@ def _broken_backward(gm: fx.GraphModule, inputs: list[Any], cutting: Any) -> Cal
 _AOT_EAGER = _torch.aot_eager
 
 
+@pytest.mark.quick("scale_a_gradient")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("inner", [scale_a_gradient, _rounding])
 def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(inner: Any) -> None:
@@ -221,6 +224,7 @@ def test_a_compiled_module_in_ddp_is_verified_too() -> None:
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("split", SPLITS)
 def test_training_runs_the_code_that_was_verified(split: str) -> None:

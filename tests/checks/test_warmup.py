@@ -84,6 +84,7 @@ def _warm_and_train(
     }
 
 
+@pytest.mark.quick("0-forward")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_training_after_a_warmup_compiles_nothing_and_equals_eager(
@@ -96,6 +97,7 @@ def test_training_after_a_warmup_compiles_nothing_and_equals_eager(
     assert [len(bucket) for bucket in first["actual"]] == sizes
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
 def test_a_reducer_that_counts_uses_is_not_disturbed(ranks: Ranks, options: dict[str, Any]) -> None:
     """The Reducer notes a static graph's first iteration; the copy's Reducer is another one."""
@@ -103,6 +105,7 @@ def test_a_reducer_that_counts_uses_is_not_disturbed(ranks: Ranks, options: dict
     assert first == second
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_search_for_better_buckets_still_begins(split: str) -> None:
@@ -140,6 +143,7 @@ def _warm_verify_and_train(rank: int, split: str, way: str) -> bool:
     return verdict.passed
 
 
+@pytest.mark.quick("torch.compile(DDP(m))-forward")
 @pytest.mark.parametrize(("way", "split"), list(zip(WAYS, itertools.cycle(SPLITS), strict=False)))
 def test_warmup_and_verify_take_a_model_however_it_is_compiled(
     ranks: Ranks, way: str, split: str
@@ -201,6 +205,7 @@ def _warm_slowly(rank: int, split: str, folder: str) -> list[str]:
     return warnings
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", SPLITS)
 def test_compiling_may_take_longer_than_the_groups_timeout(
     ranks: Ranks, split: str, tmp_path: Path
@@ -289,6 +294,7 @@ def test_all_warmups_of_a_group_leave_one_thread(ranks: Ranks) -> None:
     assert max(ranks.run(_count_threads)) <= 1
 
 
+@pytest.mark.quick("0")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("silence_s", [0, -1.0, float("nan"), float("inf"), "60"])
 def test_a_bad_silence_s_is_refused_by_name(silence_s: Any) -> None:

@@ -161,6 +161,7 @@ def _explain(is_recorded: bool = False, **options: Any) -> Explanation:
     return ddpopt.explain(ddp, plan)
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_the_document_is_json_with_every_section_and_node(one_rank: None, split: str) -> None:
     document = json.loads(_explain(split=split).to_json())
@@ -178,6 +179,7 @@ def test_the_document_is_json_with_every_section_and_node(one_rank: None, split:
     assert any(node["source"].startswith("models.py:") for node in nodes)
 
 
+@pytest.mark.quick("options0-expected0")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [({}, ["backward"] * 3), ({"split": "forward"}, ["forward"] * 3 + ["backward"] * 3)],
@@ -256,6 +258,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
     assert "buckets 0, 1 share sections" in str(explanation)
 
 
+@pytest.mark.quick("html")
 @pytest.mark.parametrize("suffix", ["html", "json", "txt"])
 def test_save_writes_the_format_of_the_files_suffix(
     one_rank: None, tmp_path: Path, suffix: str
@@ -268,6 +271,7 @@ def test_save_writes_the_format_of_the_files_suffix(
     assert text.lower().startswith(start.lower())
 
 
+@pytest.mark.quick("html")
 @pytest.mark.parametrize("suffix", ["html", "json", "txt"])
 def test_save_replaces_a_file(one_rank: None, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model.{suffix}"

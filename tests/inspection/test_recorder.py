@@ -74,6 +74,7 @@ def _record(
     return recording.steps, str(ddpopt.explain(ddp))
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
 def test_each_step_is_noted_in_its_order(ranks: Ranks, kind: str) -> None:
     """Sections lie in it; buckets are ready, launched, and finished before DDP is done."""
@@ -93,6 +94,7 @@ def test_each_step_is_noted_in_its_order(ranks: Ranks, kind: str) -> None:
                 assert start_s < section.start_s < section.stop_s < step.backward_stop_s
 
 
+@pytest.mark.quick("forward-expected0")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -271,6 +273,7 @@ class _Checkpointed(MLP):
         return head(x)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_backward_ends_after_those_within_it(one_rank: None, is_shared: bool) -> None:
     """The input's gradient comes last; a shared layer is ready with its last use.
@@ -438,6 +441,7 @@ def _fail(_gradient: torch.Tensor) -> None:
     raise ArithmeticError
 
 
+@pytest.mark.quick("in backward")
 @pytest.mark.parametrize("place", ["in backward", "in forward", "between steps", "nowhere"])
 def test_a_recording_leaves_no_listener_subscriber_or_hook(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, place: str

@@ -8,6 +8,7 @@ A fault's own tests run first, those of its module and those that `planted.py` n
 finds it, the quick tests of its room. A fault that is in the results already is run again with
 `--again` only.
 """
+# test: skip, hours; tests/system/test_kills.py plants one
 
 from __future__ import annotations
 

@@ -243,6 +243,7 @@ def _name(row: Row) -> str:
     return f"{row[0].__name__.strip('_')} {' '.join(row[1])}"
 
 
+@pytest.mark.quick("with_task_heads find_unused_parameters-auto")
 @pytest.mark.parametrize(
     ("row", "split"),
     [*((row, "auto") for row in LOOPS), *((row, "forward") for row in LOOPS[:2])],
@@ -275,6 +276,7 @@ def _train_tuned(rank: int, row: Row, is_worse: bool) -> str:
     return tuning.find_tuner(ours.ddp).outcome
 
 
+@pytest.mark.quick("with_task_heads find_unused_parameters")
 @pytest.mark.parametrize("row", [LOOPS[0], LOOPS[1], LOOPS[7], LOOPS[-1]], ids=_name)
 def test_a_search_changes_buckets_and_takes_them_back_between_accumulations(
     ranks: Ranks, row: Row
@@ -326,6 +328,7 @@ WAIT = "gradients may be accumulating under no_sync; call rebucket after a backw
 NOTED = "parameters have gradients, and DDP, which looks for unused parameters, may have noted them"
 
 
+@pytest.mark.quick("at the beginning-True-nothing")
 @pytest.mark.parametrize(
     ("case", "is_compiled", "text"),
     [
@@ -414,6 +417,7 @@ def _plainly(loop: Loop) -> None:
     loop.optimizer.step()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_after_rebucket_a_static_graph_that_nobody_watched_has_to_reduce_gradients_first(
     ranks: Ranks, is_compiled: bool

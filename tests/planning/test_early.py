@@ -60,6 +60,7 @@ def test_one_line_on_one_rank_says_what_keeps_most_gradients(ranks: Ranks) -> No
     assert not second
 
 
+@pytest.mark.quick("False-sizes0")
 @pytest.mark.parametrize(
     ("breaks", "sizes"), [(False, [2] * 12), (True, [2, 2, 2, 3, 4, 5, 6, 7, 8])]
 )

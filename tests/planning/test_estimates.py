@@ -374,6 +374,7 @@ def test_a_backward_of_no_time_cannot_be_stretched() -> None:
         scale(PROFILE, 1.0, -1.0)
 
 
+@pytest.mark.quick("torch.compile(DDP(m))")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_compiled_model_is_estimated_as_it_is_uncompiled(one_rank: None, way: str) -> None:
     """That holds for all ways to compile it; `plan` and the command line estimate too."""

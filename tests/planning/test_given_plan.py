@@ -64,6 +64,7 @@ def _train(rank: int, path: str, split: str, ddp_options: dict[str, Any]) -> dic
     }
 
 
+@pytest.mark.quick("auto-{}")
 @pytest.mark.parametrize("ddp_options", [{}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
@@ -230,6 +231,7 @@ def _compile(ddp: DistributedDataParallel, buckets: Any) -> None:
     torch.compile(ddp, backend="ddpopt", options=options)(torch.ones(4, 64)).sum().backward()
 
 
+@pytest.mark.quick("missing")
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -250,6 +252,7 @@ def test_a_file_that_cannot_be_used_is_an_error_when_it_is_asked_for(
             _compile(DistributedDataParallel(MLP()), path)
 
 
+@pytest.mark.quick("plan.txt")
 @pytest.mark.parametrize("buckets", ["plan.txt", "best", "", 3])
 def test_what_is_neither_a_choice_nor_a_file_is_refused(one_rank: None, buckets: Any) -> None:
     with pytest.raises(
@@ -258,6 +261,7 @@ def test_what_is_neither_a_choice_nor_a_file_is_refused(one_rank: None, buckets:
         _compile(DistributedDataParallel(MLP()), buckets)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("buckets", ["auto", "plan.json"])
 def test_a_request_that_cannot_be_met_is_warned_of_once(
     one_rank: None, plan_path: str, caplog: pytest.LogCaptureFixture, buckets: str

@@ -56,6 +56,7 @@ def test_one_line_on_one_rank_and_in_explain_says_how_much_is_exposed(ranks: Ran
     )
 
 
+@pytest.mark.quick("hidden")
 @pytest.mark.parametrize(
     ("step", "options"),
     [(HIDDEN, {}), (WAITING, {"buckets": "auto"}), (WAITING, {"enabled": False})],
@@ -80,6 +81,7 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
     return [line for line in lines if "lost" in line], len(cut.sections)
 
 
+@pytest.mark.quick("_torch.last_logged_step")
 @pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])
 def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
     """Rank 0 logs the error in one line; graphs are split, and training goes on."""

@@ -288,6 +288,7 @@ def _train_table(rank: int, kind: type[Net], options: dict[str, Any]) -> int:
     return num_cells
 
 
+@pytest.mark.quick("")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -320,6 +321,7 @@ def _join_after_change(rank: int, options: dict[str, Any]) -> None:
             pair.run(_joined, inputs[2])
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_a_rank_may_run_out_of_batches_in_the_first_steps_with_a_new_reducer(
     ranks: Ranks, options: dict[str, Any]
@@ -344,6 +346,7 @@ def _act_around_a_plan(rank: int, path: str, options: dict[str, Any]) -> list[in
         return [len(bucket) for bucket in real_buckets(pair.ddp)]
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
 def test_so_it_is_where_buckets_are_those_of_a_file(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]

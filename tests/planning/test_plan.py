@@ -316,6 +316,7 @@ SLOW = AllreduceCost(startup_s=1e-6, s_per_byte=5e-9)
 DEVICE = Device(flops_per_s={torch.float32: 1e10}, bytes_per_s=1e10)
 
 
+@pytest.mark.quick("compiled")
 @pytest.mark.parametrize("backend", ["ddpopt", None], ids=["compiled", "eager"])
 def test_ddp_forms_the_planned_buckets(one_rank: None, backend: str | None) -> None:
     """The plan gives its arguments; gradients then arrive in the order that it expects."""
@@ -346,6 +347,7 @@ class Hollow(nn.Module):
         return x
 
 
+@pytest.mark.quick("hollow0-")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["", "unused"])
 @pytest.mark.parametrize("hollow", [(0,), (6,), (2, 3), (0, 1, 5, 6), tuple(range(7))])
 def test_parameters_without_elements_are_planned(

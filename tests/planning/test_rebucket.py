@@ -84,6 +84,7 @@ def _train_rebucketed(
     assert name == expected._get_ddp_logging_data().get("comm_hook")
 
 
+@pytest.mark.quick("eager-{}")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("split", ["", "backward", "forward"], ids=["eager", "backward", "forward"])
 def test_training_goes_on_with_exactly_the_planned_buckets(
@@ -92,6 +93,7 @@ def test_training_goes_on_with_exactly_the_planned_buckets(
     ranks.run(_train_rebucketed, options, split, None, True)
 
 
+@pytest.mark.quick("python")
 @pytest.mark.parametrize(
     "hook",
     [default_hooks.fp16_compress_hook, dist.BuiltinCommHookType.FP16_COMPRESS],
@@ -128,6 +130,7 @@ def _with_refused_hook(rank: int, kinds: list[Any], name: str) -> None:
 FP16 = dist.BuiltinCommHookType.FP16_COMPRESS
 
 
+@pytest.mark.quick("[2, 3]-_scale")
 @pytest.mark.parametrize(
     ("kinds", "name"), [([2, 3], "_scale"), ([2, FP16], "_scale"), ([FP16], str(FP16))], ids=str
 )
@@ -226,6 +229,7 @@ def _fail_at_each_step(rank: int, options: dict[str, Any]) -> list[str]:
     return errors
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.parametrize(
     "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
 )
@@ -273,6 +277,7 @@ def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> Non
     output.backward()
 
 
+@pytest.mark.quick("plans differ")
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -286,6 +291,7 @@ def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> Non
         ("PowerSGD", "PowerSGD, which keeps errors by bucket"),
         ("in backward", "a backward is running"),
     ],
+    ids=["plans differ", "other model", "other size", "dtypes", "PowerSGD", "in backward"],
 )
 def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     ranks: Ranks, case: str, message: str
@@ -326,6 +332,7 @@ def _backward_from_before(rank: int, is_evaluated: bool) -> None:
     assert torch.equal(*gathered)
 
 
+@pytest.mark.quick("")
 @pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "after an evaluation"])
 def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(
     ranks: Ranks, is_evaluated: bool

@@ -100,6 +100,7 @@ def _train_two(rank: int, order: Callable[..., Iterator[_Twin]], options: dict[s
     return [model.outcome for model in models], numbers, _graphs_compiled()
 
 
+@pytest.mark.quick("backward-_one_by_one")
 @pytest.mark.parametrize("order", [_one_by_one, _in_turns])
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: str) -> None:
@@ -114,6 +115,7 @@ def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: s
             assert num_graphs == 1
 
 
+@pytest.mark.quick("backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_files_buckets_are_given_to_each_module(ranks: Ranks, tmp_path: Path, split: str) -> None:
     """The modules run code that was cut for these buckets once."""
@@ -148,6 +150,7 @@ def _reduce(_state, bucket):  # DDP does not understand annotations that are str
     return default_hooks.allreduce_hook(None, bucket)
 
 
+@pytest.mark.quick("backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_code_that_is_cut_for_other_buckets_is_compiled_anew(ranks: Ranks, split: str) -> None:
     """The module whose buckets change has cuts for any buckets from its second step on."""
@@ -190,6 +193,7 @@ def _train_jointly(rank: int, is_refused: bool) -> Any:
     return [model.outcome for model in models]
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_modules_with_one_backward_decide_separately(ranks: Ranks, is_refused: bool) -> None:
     """They are of one class, and began to count steps in the same backward."""
@@ -261,6 +265,7 @@ def _train_a_copy(rank: int, kind: str) -> Any:
     return [model.outcome for model in (first, second)]
 
 
+@pytest.mark.quick("deepcopy")
 @pytest.mark.parametrize("kind", ["deepcopy", "reset"])
 def test_buckets_are_searched_for_copies_and_for_modules_after_a_reset(
     ranks: Ranks, kind: str

@@ -277,6 +277,7 @@ def _count_calls(function: Any) -> int:
     return count
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, "8", None])
 def test_a_bad_world_size_is_refused_by_name(ranks: Any) -> None:
     with pytest.raises(PlanError, match=repr(ranks)):

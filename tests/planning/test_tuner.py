@@ -116,6 +116,7 @@ def _train(
     }
 
 
+@pytest.mark.quick("auto-1")
 @pytest.mark.parametrize(("split", "graphs"), [("auto", 1), ("backward", 1), ("forward", 2)])
 def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
     ranks: Ranks, split: str, graphs: int
@@ -150,6 +151,7 @@ _OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.quick("{'static_graph': True}")
 @pytest.mark.parametrize(
     "ddp_options", [o for o in _OPTIONS if o.keys() <= _DDP_ARGUMENTS.keys()], ids=str
 )
@@ -193,6 +195,7 @@ def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
     return _train(rank, split, SLOW, patches)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, split: str) -> None:
     """All ranks take it back in one step, and the same steps follow as before."""
@@ -251,6 +254,7 @@ def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
         return _train(rank, "auto", cost, {})
 
 
+@pytest.mark.quick("change")
 @pytest.mark.parametrize("cost", [SLOW, FREE], ids=["change", "stay"])
 def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
     ranks: Ranks, cost: AllreduceCost
@@ -279,6 +283,7 @@ def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
         return _train(rank, "backward", SLOW, {})
 
 
+@pytest.mark.quick("find_obstacle")
 @pytest.mark.parametrize("where", ["find_obstacle", "find_misfit"])
 def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
     first, second = ranks.run(_train_with_an_obstacle, where)
@@ -295,6 +300,7 @@ def _train_apart(rank: int, absent: int) -> dict[str, Any]:
         return _train(rank, "backward", SLOW, {"buckets": buckets})
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, absent: int) -> None:
     """For the next module, an equal one, all ranks meet again."""
@@ -412,6 +418,7 @@ def _train_later(rank: int, num_eager: int) -> str:
     return tuning.find_tuner(ddp).outcome
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("num_eager", [1, 2])
 def test_ranks_that_begin_in_different_steps_stay(ranks: Ranks, num_eager: int) -> None:
     """The first to meet waits for the limit at most; the other then has its answer."""
@@ -471,6 +478,7 @@ def _train_with(rank: int, kind: str, split: str) -> str:
     return tuning.find_tuner(ddp).outcome
 
 
+@pytest.mark.quick("sanity-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("kind", ["sanity", "reset", "frozen"])
 def test_ranks_meet_though_one_runs_more_or_forgets_its_code(
@@ -675,6 +683,7 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
     return warned, explained, tuning.find_tuner(ddp).outcome
 
 
+@pytest.mark.quick("no_sync")
 @pytest.mark.parametrize("kind", ["no_sync", "no backward", "no accumulation"])
 def test_a_search_without_steps_is_warned_of_once(ranks: Ranks, kind: str) -> None:
     """The warning comes after a hundred forwards; the search goes on if gradients are reduced."""
@@ -856,6 +865,7 @@ def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[in
     return tuning.find_tuner(ddp).outcome, [len(bucket) for bucket in real_buckets(ddp)]
 
 
+@pytest.mark.quick("the plan's")
 @pytest.mark.parametrize(
     ("failing_change", "has_plan"), [(1, False), (2, True)], ids=["the plan's", "the way back"]
 )

@@ -82,6 +82,7 @@ def _train_beside_eager(
     return counters["stats"]["unique_graphs"] - before, any(cut.sections for cut in cuts)
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", SPLITS)
 def test_gradients_stay_equal_while_one_rank_recompiles(ranks: Ranks, split: str) -> None:
     """It meets a new shape in the third step, and another in the fifth."""
@@ -91,6 +92,7 @@ def test_gradients_stay_equal_while_one_rank_recompiles(ranks: Ranks, split: str
     assert second == 3
 
 
+@pytest.mark.quick("falls back-forward")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("what", ["falls back", "another split"])
 def test_gradients_stay_equal_when_one_rank_does_not_split_or_splits_otherwise(
@@ -193,6 +195,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, list[str]]:
     return error, [line for line in lines if line.startswith("ranks compiled for")]
 
 
+@pytest.mark.quick("error-order")
 @pytest.mark.parametrize(
     ("what", "difference"),
     [
@@ -200,6 +203,7 @@ def _disagree(rank: int, what: str, disagreement: str) -> tuple[str, list[str]]:
         ("caps", "bucket limits in bytes is [10485] instead of [31457]"),
         ("version", "ddpopt is 0.0 instead of 9.9"),
     ],
+    ids=["order", "caps", "version"],
 )
 @pytest.mark.parametrize("disagreement", ["error", "warning"])
 def test_a_warmup_tells_all_ranks_of_a_difference(
@@ -247,6 +251,7 @@ def _fall_back_alone(rank: int, split: str) -> str:
     return ""
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_graph_with_collectives_of_its_own_is_cut_alike_on_all_ranks(
     ranks: Ranks, split: str
@@ -371,6 +376,7 @@ def _agree(rank: int, what: str) -> tuple[str, str]:
     return f"{caught.type.__name__}: {caught.value}", repr(caught.value.__cause__)
 
 
+@pytest.mark.quick("a fact")
 @pytest.mark.parametrize(
     ("what", "error", "cause"),
     [
@@ -387,6 +393,7 @@ def _agree(rank: int, what: str) -> tuple[str, str]:
             "KeyError('no disk')",
         ),
     ],
+    ids=["a fact", "a problem", "a foreign problem"],
 )
 def test_all_ranks_raise_one_error(ranks: Ranks, what: str, error: str, cause: str) -> None:
     """A problem counts before a difference. Errors of ours keep their class, others are causes."""

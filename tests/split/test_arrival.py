@@ -176,6 +176,7 @@ def _train(ddp: Any, steps: Any, loss_of: Any = _mean_square, split: str = "") -
     return state_of(ddp)
 
 
+@pytest.mark.quick("Policy-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("kind", [Policy, PartlyEager])
 def test_buckets_of_parameters_that_only_the_loss_uses_are_as_planned(
@@ -232,6 +233,7 @@ def _cuts_of_last_step(ddp: DistributedDataParallel) -> list[Any]:
     return [(len(cut.sections), cut.fallback, {p.name for p in cut.arrival}) for cut in cuts]
 
 
+@pytest.mark.quick("before0-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("before", [[False], [False, None], [True, False], [False, True, None]])
 def test_graphs_are_cut_alike_whatever_was_compiled_before(

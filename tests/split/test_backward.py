@@ -97,6 +97,7 @@ def _convnet() -> nn.Module:
     return _Stack([nn.Unflatten(1, (2, 4, 4)), *pooled, nn.Flatten(), nn.Linear(64, 64)])
 
 
+@pytest.mark.quick("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_results_are_those_of_the_unsplit_compile_to_the_bit(one_rank: None, inner: str) -> None:
     """Outputs, gradients and parameters are equal, with dropout, over three steps."""
@@ -298,6 +299,7 @@ def _explicit_inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     return gm.forward
 
 
+@pytest.mark.quick("Reason.INNER-options0")
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
@@ -335,6 +337,7 @@ def test_a_backward_for_which_cuda_graphs_are_asked_is_not_cut(one_rank: None) -
     assert (cut.backward_fallback, cut.split) == (Reason.CUDA_GRAPHS, "forward")
 
 
+@pytest.mark.quick("error0-Reason.BACKWARD_FAILED")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

@@ -135,6 +135,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("caps")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_matters_is_part_of_the_key(cached_step: Step, change: str) -> None:
     """Another plan, model, setting or release is compiled anew, and its gradients are right."""
@@ -146,6 +147,7 @@ def test_what_matters_is_part_of_the_key(cached_step: Step, change: str) -> None
     assert changed.num_sections > 1
 
 
+@pytest.mark.quick("")
 @needs_our_code_in_caches
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"of": "somebody else"})])
 def test_a_damaged_or_foreign_entry_is_a_miss(
@@ -173,6 +175,7 @@ def test_a_graph_that_is_shown_is_cut_anew(cached_step: Step, tmp_path: Path) ->
     assert list(tmp_path.rglob("backward_section_0.py"))
 
 
+@pytest.mark.quick("False-False")
 @pytest.mark.parametrize("has_error", [False, True])
 @pytest.mark.parametrize("bundles", [False, True])
 def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(

@@ -131,6 +131,7 @@ def test_folders_are_for_their_user_alone(one_rank: None, tmp_path: Path) -> Non
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.quick("folder")
 @pytest.mark.parametrize("kind", ["folder", "link"])
 def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind: str) -> None:
     """Somebody else may have foreseen it: the folder gets another name."""
@@ -146,6 +147,7 @@ def test_a_name_that_is_taken_is_left_alone(one_rank: None, tmp_path: Path, kind
     assert list(folder.glob("*/cut.json"))
 
 
+@pytest.mark.quick("../../evil")
 @pytest.mark.parametrize("name", ["../../evil", "/evil", "a/../../b", "x\0y", "n" * 5000, ".."])
 def test_no_name_of_a_graph_leads_out_of_the_folder(
     one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -248,6 +250,7 @@ def _crossing(graph: networkx.DiGraph, cut: int) -> dict[tuple[str, str], int]:
     }
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_sections_fill_buckets_and_hand_values_on(one_rank: None, split: str) -> None:
     """Nodes are those that explain names; sizes are those of the shapes."""

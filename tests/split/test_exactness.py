@@ -189,6 +189,7 @@ ROWS: dict[str, Row] = {
 }
 
 
+@pytest.mark.quick("default caps-auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize("name", ROWS)
 def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: str) -> None:

@@ -337,6 +337,7 @@ class _Scaling(MLP):
         return x
 
 
+@pytest.mark.quick("_Summing-eager")
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("model", [_Summing, _Filling, _Residual, _Scaling])
 def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(

@@ -113,6 +113,7 @@ def _assert_same(run: Callable[[Any, Any], Any], model: nn.Module) -> None:
 # ---- Backward more than once ------------------------------------------------------------------
 
 
+@pytest.mark.quick("chain")
 @each_model
 def test_a_retained_graph_runs_backward_again(
     one_rank: None, model: Callable[[], nn.Module]
@@ -136,6 +137,7 @@ def test_a_graph_that_was_not_retained_says_so(one_rank: None) -> None:
         loss.backward()
 
 
+@pytest.mark.quick("(0, 1, 2)")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_forwards_may_be_outstanding_and_run_backward_in_any_order(
     one_rank: None, order: Sequence[int]
@@ -244,6 +246,7 @@ def test_threads_run_backward_at_the_same_time(one_rank: None) -> None:
 # ---- Backward in part -------------------------------------------------------------------------
 
 
+@pytest.mark.quick("chain")
 @each_model
 def test_gradients_can_be_asked_for_in_any_combination(
     one_rank: None, model: Callable[[], nn.Module]
@@ -264,6 +267,7 @@ def test_gradients_can_be_asked_for_in_any_combination(
     _assert_same(run, model())
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("of_parameters", [False, True])
 def test_differentiating_any_sections_gradient_is_refused(
     one_rank: None, of_parameters: bool
@@ -295,6 +299,7 @@ def test_a_gradient_that_the_program_passed_in_keeps_its_history() -> None:
     assert torch.equal(leaf.grad, torch.full((2,), 2.0))
 
 
+@pytest.mark.quick("chain")
 @each_model
 def test_hooks_may_write_to_gradients(one_rank: None, model: Callable[[], nn.Module]) -> None:
     """They do before and after accumulation; eager DDP's, which may share memory, have to copy."""
@@ -319,6 +324,7 @@ def test_hooks_may_write_to_gradients(one_rank: None, model: Callable[[], nn.Mod
     _assert_same(run, model())
 
 
+@pytest.mark.quick("chain")
 @pytest.mark.parametrize("model", MODELS[:2], ids=["chain", "sums"])
 def test_no_section_reads_or_writes_a_gradient_that_was_handed_out(
     one_rank: None, model: Callable[[], nn.Module]
@@ -437,6 +443,7 @@ def _drop(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
     pass
 
 
+@pytest.mark.quick("_raise_in_hook")
 @pytest.mark.parametrize("abandon", [_raise_in_hook, _ask_for_a_subset, _drop])
 def test_an_abandoned_backward_keeps_nothing_and_the_next_step_is_right(
     one_rank: None, abandon: Callable[[DistributedDataParallel, torch.Tensor], None]
@@ -581,6 +588,7 @@ def _sparse_gradients(rank: int, inner: str, is_mended: bool) -> float:
     return float((actual - expected / 2).abs().max() / expected.abs().max())
 
 
+@pytest.mark.quick("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_dividing_a_sparse_gradient_does_not_reach_later_sections(ranks: Ranks, inner: str) -> None:
     """DDP divides its rows in place; without rows of their own the next section would read them."""

@@ -75,6 +75,7 @@ def _train(
     return without, named, ddpopt.explain(ddp).cuts
 
 
+@pytest.mark.quick("_detached-options0-forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("forward", [_detached, _compared, _used_without_grad])
@@ -145,6 +146,7 @@ def _train_first_head(
     return gradients, [len(cut.sections) for cut in ddpopt.explain(ddp).cuts]
 
 
+@pytest.mark.quick("False-find_unused_parameters-aot_eager")
 @pytest.mark.parametrize(
     ("aside", "option", "inner"),
     [
@@ -214,6 +216,7 @@ def _take_two_losses(rank: int, how: str, retain_graph: bool) -> tuple[str, list
     return error, [torch.allclose(layer.weight.grad, mean) for layer, mean in pairs]
 
 
+@pytest.mark.quick("unsplit-False")
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("how", ["unsplit", "backward", "forward"])
 def test_of_two_losses_with_a_backward_each_ddp_reduces_the_first_alone(
@@ -243,6 +246,7 @@ def _mix_steps(rank: int, how: str, are_compiled: Sequence[bool]) -> list[str]:
     return outcomes
 
 
+@pytest.mark.quick("unsplit")
 @pytest.mark.parametrize("how", ["unsplit", "backward", "forward"])
 def test_compiled_steps_do_not_mix_with_eager_ones_where_a_static_graph_detaches_a_layer(
     ranks: Ranks, how: str

@@ -181,6 +181,7 @@ _MODELS = {
 }
 
 
+@pytest.mark.quick("effect-auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_gradients_are_those_of_eager_ddp(
@@ -233,6 +234,7 @@ def test_descriptions_that_do_not_match_are_a_named_reason(
     assert only_cut(ddp).backward_fallback is Reason.NOT_DESCRIBED
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_an_operator_that_only_draws_is_called_as_often_as_unsplit(
     one_rank: None, split: str
@@ -280,6 +282,7 @@ def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited
     return float((states[0] - states[1]).abs().max())
 
 
+@pytest.mark.quick("delayed0-a.weight-auto")
 @needs_delayed_parameters
 @pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize(

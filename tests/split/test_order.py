@@ -285,6 +285,7 @@ def _check(name: str, split: str, inner: str) -> None:
     assert len(cut.sections) >= 3
 
 
+@pytest.mark.quick("a tensor hook reads what backward notes-auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize("name", CASES)
 def test_hooks_find_what_they_find_in_eager(one_rank: None, name: str, split: str) -> None:
@@ -344,6 +345,7 @@ def test_running_statistics_have_no_snapshots(
     assert not sections.late_forward_reads
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_checkpointed_batch_norms_are_cut(one_rank: None, split: str) -> None:
     """They write to nothing when they are made again. Eager averages twice, so unsplit decides."""
@@ -374,6 +376,7 @@ def test_a_cut_without_snapshots_is_not_accepted(
     assert "stands before the release" in cut.detail
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_comm_hook_finds_what_backward_noted_before(one_rank: None, split: str) -> None:
     """It skips the bucket if the layer's own backward has not noted anything yet."""
@@ -396,6 +399,7 @@ def test_a_comm_hook_finds_what_backward_noted_before(one_rank: None, split: str
     assert_equal_states(*results)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_backward_of_a_part_notes_what_stands_before_it(one_rank: None, split: str) -> None:
     """`torch.autograd.grad` of the last layer alone runs no further sections."""
@@ -425,6 +429,7 @@ WRITTEN_TOO_EARLY: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
 }
 
 
+@pytest.mark.quick("a buffer")
 @pytest.mark.parametrize("name", WRITTEN_TOO_EARLY)
 def test_a_write_to_what_a_section_is_yet_to_read_raises(one_rank: None, name: str) -> None:
     """As autograd does in eager. It would be silently wrong: all is unpacked before any hook."""
@@ -518,6 +523,7 @@ def _update(parameter: torch.Tensor) -> None:
     parameter.sub_(parameter.grad)
 
 
+@pytest.mark.quick("_update_by_data")
 @pytest.mark.parametrize("hook", [_update_by_data, _update])
 def test_a_hook_may_update_a_parameter_that_something_else_trains(
     one_rank: None, hook: Callable[[torch.Tensor], None]
@@ -566,6 +572,7 @@ def test_a_hook_may_write_a_gradient_that_an_operator_made_in_anothers_memory(
     )
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_hook_may_write_a_gradient_that_shares_memory_with_an_outputs(
     one_rank: None, split: str

@@ -93,6 +93,7 @@ def _train(
     return events, ddpopt.explain(ddp).cuts
 
 
+@pytest.mark.quick("{}-aot_eager-forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("ddp_options", OPTIONS, ids=str)

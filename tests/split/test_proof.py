@@ -477,6 +477,7 @@ def _return_another(forward: Forward) -> None:
     output.args = ((first,),)
 
 
+@pytest.mark.quick("<lambda>-other values|differ0")
 @pytest.mark.parametrize(
     ("mutate", "message"),
     [
@@ -510,6 +511,7 @@ def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
         prove_forward(*forward._replace(cut=cut))
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, split: str

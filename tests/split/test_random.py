@@ -41,6 +41,7 @@ class Noisy(nn.Module):
         return x
 
 
+@pytest.mark.quick("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_backward_that_draws_draws_as_unsplit(one_rank: None, inner: str) -> None:
     """Gradients are equal, and so is the next number after the step."""

@@ -115,6 +115,7 @@ def _step_on_sequence(split: str | None) -> DistributedDataParallel:
     return ddp
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "auto"])
 def test_a_block_is_recomputed_by_the_version_that_its_forward_ran(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str

@@ -142,6 +142,7 @@ def _train(step: Step, split: str | None) -> tuple[DistributedDataParallel, list
 STEPS: Sequence[Step] = (_linear, _identity, _transposed, _reading, _checkpointed)
 
 
+@pytest.mark.quick("_linear-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_hook_finds_all_that_the_node_of_its_gradient_did(
@@ -155,6 +156,7 @@ def test_a_hook_finds_all_that_the_node_of_its_gradient_did(
         assert torch.equal(gradient, other), number
 
 
+@pytest.mark.quick("_linear")
 @pytest.mark.parametrize("step", STEPS)
 def test_a_stack_of_functions_is_cut_between_its_layers(one_rank: None, step: Step) -> None:
     """Each weight's hook runs before the section of the layer below begins."""
@@ -186,6 +188,7 @@ def _where_it_is_made(
     return {argument: max(calls, default=-1) for argument, calls in gradients.items()}
 
 
+@pytest.mark.quick("_linear")
 @pytest.mark.parametrize("step", [_linear, _identity])
 def test_a_release_before_the_node_is_done_is_not_proven(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, step: Step

@@ -45,6 +45,7 @@ def _compile(module: nn.Module, split: str = "auto") -> Any:
     return torch.compile(module, backend="ddpopt", options={"inner": "aot_eager", "split": split})
 
 
+@pytest.mark.quick("False-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_the_first_gradients_arrive_in_the_planned_order(
@@ -67,6 +68,7 @@ def test_the_first_gradients_arrive_in_the_planned_order(
     assert ddp._has_rebuilt_buckets
 
 
+@pytest.mark.quick("deepcopy")
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))])
 def test_a_copy_of_a_trained_module_is_at_its_beginning(
     one_rank: None, copy_of: Callable[[DistributedDataParallel], DistributedDataParallel]
@@ -104,6 +106,7 @@ def test_a_model_that_runs_anothers_code_has_its_plan(one_rank: None) -> None:
     assert rebuilt_buckets(first) == rebuilt_buckets(second) != []
 
 
+@pytest.mark.quick("backward-tie-at first")
 @pytest.mark.parametrize("num_before", [0, 2], ids=["at first", "after two steps"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("split", ["backward", "forward"])
@@ -154,6 +157,7 @@ class Bigger(nn.Module):
         return self.head(self.inner(x))
 
 
+@pytest.mark.quick("backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters(
     one_rank: None, caplog: pytest.LogCaptureFixture, split: str
@@ -217,6 +221,7 @@ class _Mask(nn.Module):
         return x * (x > -9).all(dim=1, keepdim=True)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("is_evaluated_first", [False, True])
 def test_a_sequential_in_which_only_a_part_is_compiled_is_warned_about(
     one_rank: None, caplog: pytest.LogCaptureFixture, is_evaluated_first: bool
@@ -302,6 +307,7 @@ def test_a_dispatch_mode_is_named_as_the_cause(
     assert "_Noting, a TorchDispatchMode, is on" in text
 
 
+@pytest.mark.quick("register_full_backward_hook")
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_full_backward_hooks_are_named_as_the_cause(
     one_rank: None, caplog: pytest.LogCaptureFixture, kind: str
@@ -335,6 +341,7 @@ def test_parts_that_are_compiled_in_place_in_vain_are_warned_about(
         assert "torch.compile(part) does" in text
 
 
+@pytest.mark.quick("False-recompile_limit")
 @pytest.mark.parametrize("limit", ["recompile_limit", "accumulated_recompile_limit"])
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_dynamos_limit_is_named_where_it_is_why_nothing_was_compiled(
@@ -415,6 +422,7 @@ def test_a_model_that_ran_before_it_was_wrapped_is_compiled_anew(one_rank: None)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_parameter_written_to_in_forward_keeps_its_meaning(one_rank: None, split: str) -> None:
     """It gets no alias: a write under no_grad would go through that. Embeddings may write too."""
@@ -468,6 +476,7 @@ class _LoopedBlocks(nn.Module):
         return x
 
 
+@pytest.mark.quick("0.03-0-auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 @pytest.mark.parametrize(("cap", "sections"), [(CAP, 0), (0.0157, 2)])
 def test_a_graph_shared_by_blocks_is_planned_for_one_block(
@@ -548,6 +557,7 @@ def test_who_never_leaves_no_sync_runs_the_compiled_graph(
     assert_as_planned(ddp)
 
 
+@pytest.mark.quick("True-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_gradients_of_a_forward_under_no_sync_may_be_seen(
@@ -584,6 +594,7 @@ class Normed(MLP):
         return x
 
 
+@pytest.mark.quick("2-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("num_eager", [2, 3, 12])
 def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
@@ -612,6 +623,7 @@ def test_one_eager_step_before_is_named_as_the_cause(
     assert numbers[1] != numbers[2]
 
 
+@pytest.mark.quick("backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None, split: str) -> None:
     """It is even when DDP formed other buckets than planned: they are final, and known by then."""

@@ -13,6 +13,7 @@ from tests.support.logs import logged
 from tests.support.models import MLP
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_a_long_compile_tells_which_section_it_is_at(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str

@@ -140,6 +140,7 @@ DDP_IN_MODE = {
 }
 
 
+@pytest.mark.quick("MIXED_PRECISION")
 @pytest.mark.parametrize("mode", DDP_IN_MODE, ids=lambda mode: mode.name)
 def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
     """It is not found by anything else."""

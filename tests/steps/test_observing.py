@@ -63,6 +63,7 @@ def test_every_subscriber_is_known_to_observe_or_to_raise() -> None:
     assert own - RAISING - observers == set()
 
 
+@pytest.mark.quick("_FirstForward-after_forward")
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("owner", "name"), HOOKS)
 def test_an_observer_that_raises_ends_no_training(

@@ -37,6 +37,7 @@ def _ranges(profiler: profile, path: Path) -> list[str]:
     return [event["name"].split(" ", 2)[2] for event in ranges]  # as in `ddpopt: 0/0 section 1 ...`
 
 
+@pytest.mark.quick("options0-expected0")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

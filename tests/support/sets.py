@@ -1,7 +1,8 @@
-"""Which tests `make test` runs, the quick set: by where a test is, what it uses, and one mark."""
+"""Which tests `make test` runs, the quick set: by where a test is, what it uses, and its marks."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 SYSTEM = Path(__file__).parents[1] / "system"
 # Fixtures, by what they start.
 LARGE = {"four_ranks", "eight_ranks", "make_ranks"}
-GROUPS = {"one_rank", "ranks"}
 QUICK, REST, NIGHTLY, ALL = "quick", "rest", "nightly", "all"
 
 
@@ -24,26 +24,33 @@ def set_of(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return those of the quick set, given all tests of their files in order.
+    """Return those of the quick set.
 
-    - In `tests/system`, the first test of each file.
-    - Elsewhere, of a test that has a process group (`one_rank`, `ranks`), its first row.
+    - In `tests/system`, what is marked `quick`.
+    - Of a test that is marked `quick("a", "b")`, the rows with these names.
     - None that uses more ranks than two, or ranks that are made for it.
     - None that is marked `slow`.
     - All others.
+
+    Raises:
+        pytest.UsageError: a mark names a row that a test, of which rows are given, has not.
     """
-    seen: set[str] = set()
-    found = []
+    rows: dict[str, dict[str, pytest.Item]] = collections.defaultdict(dict)
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if LARGE & fixtures or item.get_closest_marker("slow"):
-            continue
-        place = item.nodeid
-        if SYSTEM in item.path.parents:
-            place = str(item.path)
-        elif GROUPS & fixtures:
-            place = place.partition("[")[0]
-        if place not in seen:
-            found.append(item)
-        seen.add(place)
+        test, _, row = item.nodeid.partition("[")
+        rows[test][row.removesuffix("]")] = item
+    found = []
+    for test, item_by_row in rows.items():
+        marks = [
+            mark for item in item_by_row.values() if (mark := item.get_closest_marker("quick"))
+        ]
+        named = marks[0].args if marks else ()
+        if missing := [row for row in named if row not in item_by_row]:
+            raise pytest.UsageError(f"{test} is marked as quick for {missing}, which it has not")
+        for row, item in item_by_row.items():
+            is_large = LARGE & set(getattr(item, "fixturenames", ()))
+            is_left_out = is_large or item.get_closest_marker("slow")
+            is_chosen = row in named if named else bool(marks) or SYSTEM not in item.path.parents
+            if is_chosen and not is_left_out:
+                found.append(item)
     return found

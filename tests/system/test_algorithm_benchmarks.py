@@ -47,6 +47,7 @@ def _measure(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "algorithms.json").read_text()), text
 
 
+@pytest.mark.quick
 def test_an_algorithm_is_named_with_its_options() -> None:
     """Values are JSON."""
     peer, options = find_peer("async:sync_interval_ms=20")

@@ -24,6 +24,7 @@ HANDFUL = {
 }
 
 
+@pytest.mark.quick("gpt2")
 @pytest.mark.parametrize("name", HANDFUL)
 def test_an_architecture_trains_as_with_eager_ddp(ranks: Ranks, name: str) -> None:
     """It is cut, and losses, gradients of three steps, parameters and buffers are equal."""

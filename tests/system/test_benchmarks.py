@@ -54,6 +54,7 @@ def _namespaces(pid: int) -> list[str]:
     return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
 
 
+@pytest.mark.quick
 def test_the_table_of_models_needs_no_further_package() -> None:
     """Models of a package that is not there are listed with what to install."""
     run = _start("-m", "benchmarks.harness.models")

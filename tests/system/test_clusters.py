@@ -69,6 +69,7 @@ def _submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.quick
 def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so in the user's environment: for doctor, for calibrate and to train."""
     done = _submit(tmp_path, SCRATCH="/scratch")

@@ -105,6 +105,7 @@ def _check_training(fresh_ranks: Ranks, uses: set[Use], options: dict[str, Any])
 # ---- Training ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_training_goes_on_if_a_name_is_missing(fresh_ranks: Ranks) -> None:
     """The first of the names below: of them, this is the quick set's."""
     first = min(_train_as_it_is(fresh_ranks, FORWARD).asked, key=str)

@@ -31,6 +31,7 @@ _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _TORCHRUN = f"{_OWN_STORE} torchrun --standalone --nproc-per-node 2"
 
 
+@pytest.mark.quick
 def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
     """The line that says so is printed after a comparison."""
     text = run_command(command_of("examples/minimal.py"))

@@ -64,6 +64,7 @@ def overlap_json(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.quick
 def test_the_picture_of_an_iteration_has_the_benchmarks_times(
     figure: Any, overlap_json: Path
 ) -> None:

@@ -54,6 +54,7 @@ def _try_case(ranks: Ranks, number: int) -> Failure | None:
     return failure
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("number", range(NUM_CASES))
 def test_random_models_train_as_with_eager_ddp(fresh_ranks: Ranks, number: int) -> None:
     """Outputs, losses, gradients, parameters and buffers are eager DDP's, on two ranks."""

@@ -42,6 +42,7 @@ def test_misses():
 """
 
 
+@pytest.mark.quick
 def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -> None:
     """It is told with what its tests had recorded; nothing that it started is left."""
     planted = tmp_path / "test_planted.py"

@@ -16,6 +16,7 @@ from tests.kills.running import SURVIVES, Outcome
 from tests.support.documents import ROOT, environment
 
 
+@pytest.mark.quick
 def test_each_fault_is_a_change_of_the_source_with_a_name_of_its_own() -> None:
     """Those that are written down name text that is there, once."""
     faults = [*planted.every(), *mutants.draw()]

@@ -76,6 +76,7 @@ def _from_rank_0(text: str) -> str:
     return shared[0]
 
 
+@pytest.mark.quick("nothing")
 @pytest.mark.parametrize("what", ["nothing", "record", "rebucket", *REPEATABLE])
 def test_lazy_buckets_change_nothing_but_memory(ranks: Ranks, what: str) -> None:
     lazy = ranks.run(_train, what, LAZY)

@@ -31,6 +31,7 @@ STRANGEST = {
 _EACH_NIGHT = ("views", "in place", "complex", "several outputs", "random", "empty")
 
 
+@pytest.mark.quick("effects")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in _EACH_NIGHT)) for kind in STRANGEST],

@@ -289,6 +289,7 @@ def _hostile() -> dict[str, Any]:
     return content
 
 
+@pytest.mark.quick
 def test_the_page_refers_to_nothing_outside_of_it() -> None:
     """The one address is the name of SVG, which browsers do not load."""
     page = render_page(example())

@@ -46,6 +46,7 @@ def _tests_in(path: str) -> set[str]:
     return {name for name in names if name.rpartition("::")[2].startswith("test_")}
 
 
+@pytest.mark.quick("algorithms")
 @pytest.mark.parametrize("page", ["algorithms", "compatibility", "limits", "splits"])
 def test_each_promise_is_marked_with_tests_that_there_are(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text()

@@ -32,6 +32,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.quick
 def test_every_recipe_is_tested() -> None:
     """A file in the folder is a row of the table."""
     assert {path.name for path in (ROOT / "examples" / "recipes").glob("*.py")} == set(RECIPES)

@@ -47,6 +47,7 @@ def _series(**slopes: float) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.quick
 def test_a_series_that_stays_does_not_grow() -> None:
     assert find_growth(_series(), _series()) == []
 

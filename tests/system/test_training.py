@@ -47,6 +47,7 @@ def _run_row(ranks: Ranks, name: str, split: str, inner: str) -> list[Outcome]:
     return _outcomes[key]
 
 
+@pytest.mark.quick
 def test_the_first_row_of_each_table_trains_with_both_splits(ranks: Ranks) -> None:
     """The very first is on Inductor; of all tests of rows, this is the quick set's."""
     first, *others = (next(iter(table)) for table in TABLES)
