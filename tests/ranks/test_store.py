@@ -17,6 +17,7 @@ from ddpopt.errors import PeerError
 from ddpopt.ranks import store
 from ddpopt.ranks.store import GroupStore, name_ranks
 from tests.support.hanging_store import LIMIT_S, hanging_store
+from tests.support.simulated_ranks import World
 from tests.support.threads_as_ranks import FakeGroup
 
 
@@ -81,6 +82,21 @@ def test_a_store_that_does_not_answer_is_asked_once(
             group_store.limit_s = LIMIT_S
         assert hanging.num_calls == 1
     assert _store(group).find("x") == ""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_process_that_was_stopped_while_it_asked_blames_no_store(seed: int) -> None:
+    """For however long, and whichever of its threads goes on first."""
+    world, found = World(1, seed), list[str]()
+    (process,) = world.processes
+    with world.simulated():
+        world.start(process, lambda: found.append(_store(world.group_of(0)).find("x")))
+        world.pass_time(world.store.latency_s / 100)
+        process.is_stopped = True
+        world.pass_time(10 * LIMIT_S)
+        process.is_stopped = False
+        world.pass_time(1)
+    assert found == [""]
 
 
 def test_connecting_has_a_limit_of_its_own(

@@ -209,6 +209,9 @@ class _Watch:
             absent = [rank for rank in self._others if not store.find(_sign_of(rank))]
             if absent:
                 return _silence(store, absent[0], _ABSENT)
+            # All have written a sign. Who has not counted itself since may have ended in between,
+            # and falls silent.
+            self._are_in = True
         if asked_s > self._report_s:
             self._report_s = asked_s + _REPORT_S
             _logs.warning("%s: still waiting for %s", store.title, self._describe_missing())

@@ -36,6 +36,7 @@ LONGEST_TEXT = 500  # characters of an error that other ranks get
 _RANKS_SHOWN = 8  # in a message
 _CONNECTING_S = 60.0  # the longest that connecting may take, unless more is allowed for a call
 _LONGEST_ALLOWANCE_S = 300.0
+_PARTS_OF_LIMIT = 10  # in which an answer is waited for
 
 T = TypeVar("T")
 
@@ -106,10 +107,15 @@ class _Connection:
         self._questions.put(_Question(call, answers))
         if self.connecting_s is None:
             limit_s = max(limit_s, _CONNECTING_S)
-        try:
-            answer = answers.get(timeout=limit_s)
-        except queue.Empty:
-            raise TimeoutError(f"no answer within {limit_s:g} s") from None
+        answer = None
+        # In parts, so that a process that was stopped for longer than the limit has time to see the
+        # answer: its threads go on in any order.
+        for _ in range(_PARTS_OF_LIMIT):
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=limit_s / _PARTS_OF_LIMIT)
+                break
+        if answer is None:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
         if answer.error is not None:
             raise answer.error
         value: T = answer.value
