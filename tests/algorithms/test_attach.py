@@ -97,7 +97,7 @@ def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
     gc.collect()
     stop_s = time.monotonic() + 60
     while time.monotonic() < stop_s:  # a thread that was told to end may not have
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt-")]
         if not threads:
             break
         time.sleep(0.01)

@@ -318,7 +318,8 @@ def _is_collected(rank: int) -> tuple[bool, list[str]]:
     del ddp, handle  # the optimizer stays
     for _ in range(10_000):
         gc.collect()  # again: the thread may have been at work in the first
-        names = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt")]
+        # Not the thread of the group, which makes meetings and stays as long as that.
+        names = [t.name for t in threading.enumerate() if t.name.startswith("ddpopt-")]
         if not names:
             break
         time.sleep(0.01)
