@@ -54,7 +54,6 @@ def _namespaces(pid: int) -> list[str]:
     return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
 
 
-@pytest.mark.quick
 def test_the_table_of_models_needs_no_further_package() -> None:
     """Models of a package that is not there are listed with what to install."""
     run = _start("-m", "benchmarks.harness.models")
@@ -181,6 +180,7 @@ def test_inductor_makes_one_allreduce_a_layer(ranks: Ranks) -> None:
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.quick
 def test_a_layer_is_a_member_of_an_outermost_list_of_modules() -> None:
     """What is registered before, between and behind layers is in buckets of its own."""
     inner = Chain(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
@@ -256,6 +256,7 @@ def test_scale_prints_its_exponents() -> None:
     assert "\nbackward: calls to the power of" in text
 
 
+@pytest.mark.quick
 def test_a_peer_is_named_with_its_options() -> None:
     """Values are JSON, or else text."""
     peer, options = find_peer("backward:number=1:name=text")

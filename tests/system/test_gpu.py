@@ -42,7 +42,6 @@ def test_misses():
 """
 
 
-@pytest.mark.quick
 def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -> None:
     """It is told with what its tests had recorded; nothing that it started is left."""
     planted = tmp_path / "test_planted.py"
@@ -132,6 +131,7 @@ def _python(*arguments: str, device: str) -> str:
 # ---- what only a GPU runs ---------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_on_a_gpu_buckets_pass_on_a_stream_of_their_own() -> None:
     """They pass after all that was queued before, one after the other, at the network's rate."""
     calls: list[Any] = []

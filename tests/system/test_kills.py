@@ -17,8 +17,12 @@ from tests.support.documents import ROOT, environment
 
 
 @pytest.mark.quick
+def test_each_fault_that_is_written_down_can_be_planted() -> None:
+    """Its text is in the source, once; else this raises."""
+    assert len({fault.name for fault in planted.planted_by_name()}) == len(planted.BY_NAME)
+
+
 def test_each_fault_is_a_change_of_the_source_with_a_name_of_its_own() -> None:
-    """Those that are written down name text that is there, once."""
     faults = [*planted.every(), *mutants.draw()]
     assert len({fault.name for fault in faults}) == len(faults)
     for fault in faults:
