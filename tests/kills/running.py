@@ -25,7 +25,7 @@ from tests.kills.fault import SOURCE, Fault
 
 _ROOT = Path(__file__).parents[2]
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "hypothesis")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _OPTIONS = ("-x", "-q", "-rfE", "--tb=no", "--show-capture=no", "-p", "no:cacheprovider")
 _LONGEST_ANSWER = 10_000
 SURVIVES, HANGS, TOO_SLOW = "survives", "hangs", "too slow to tell"

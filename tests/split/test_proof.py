@@ -471,13 +471,22 @@ def _rewire(forward: Forward) -> None:
     call.args = (*reversed(call.args),)
 
 
+def _tell_again(forward: Forward) -> None:
+    """Make a call with effects once more, and use what it returns nowhere."""
+    sections = [_section(forward, k) for k in range(len(forward.cut.sections))]
+    nodes = [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
+    gm, told = next((gm, node) for gm, node in nodes if name_of(node).startswith("tell"))
+    with gm.graph.inserting_after(told):
+        gm.graph.node_copy(told)
+
+
 def _return_another(forward: Forward) -> None:
     (output,) = forward.stitched.graph.find_nodes(op="output")
     first = next(iter(forward.stitched.graph.find_nodes(op="placeholder")))
     output.args = ((first,),)
 
 
-@pytest.mark.quick("<lambda>-other values|differ0")
+@pytest.mark.quick("<lambda>-other values|differ0", "_tell_again-effects differ")
 @pytest.mark.parametrize(
     ("mutate", "message"),
     [
@@ -487,6 +496,7 @@ def _return_another(forward: Forward) -> None:
         (lambda f: _drop_named(f, "_enter_autocast"), "other values|differ"),
         (_rewire, "other values|differ"),
         (_return_another, "other values"),
+        (_tell_again, "effects differ"),
     ],
 )
 def test_what_the_sections_of_a_forward_do_wrongly_is_found(
@@ -508,6 +518,17 @@ def test_a_forward_whose_sections_use_other_parameters_than_planned_is_found(
     )
     cut = dataclasses.replace(forward.cut, sections=exchanged)
     with pytest.raises(NotCutError, match="uses its parameters"):
+        prove_forward(*forward._replace(cut=cut))
+
+
+def test_a_forward_with_effects_in_another_section_than_the_cut_says_is_found(
+    forward: Forward,
+) -> None:
+    """The sections are right; by the record, a collective would be in the first."""
+    first, *others = forward.cut.sections
+    told = dataclasses.replace(first, num_fixed=first.num_fixed + 1)
+    cut = dataclasses.replace(forward.cut, sections=(told, *others))
+    with pytest.raises(NotCutError, match="in other sections"):
         prove_forward(*forward._replace(cut=cut))
 
 
