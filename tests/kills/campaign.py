@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kills.fault import Fault
-from tests.kills.running import SURVIVES, Outcome, copied_source, run
+from tests.kills.running import Outcome, copied_source, run
 
 _TESTS = Path(__file__).parents[1]
 _OWN_LIMIT_S, _ROOM_LIMIT_S = 240.0, 900.0
@@ -41,11 +41,11 @@ def own_tests(fault: Fault) -> list[str]:
     """The files that should find a fault."""
     found = list(fault.tests)
     room, _, name = fault.module.rpartition("/")
-    mirror = _TESTS / room / f"test_{name}"
+    mirror = _TESTS / room / f"test_{name.removeprefix('_')}"
     found += _TESTS_OF.get(fault.module, _TESTS_OF.get(room, ()))
     if not found and mirror.exists():
         found = [str(mirror.relative_to(_TESTS.parent))]
-    return found
+    return found or room_tests(fault)
 
 
 def room_tests(fault: Fault) -> list[str]:
@@ -58,9 +58,7 @@ def room_tests(fault: Fault) -> list[str]:
 
 def try_fault(copy: Path, fault: Fault, *, is_thorough: bool) -> Outcome:
     """Run a fault's own tests, and then those of its room."""
-    outcome = Outcome(SURVIVES, 0.0)
-    if tests := own_tests(fault):
-        outcome = run(copy, fault, tests, _OWN_LIMIT_S)
+    outcome = run(copy, fault, own_tests(fault), _OWN_LIMIT_S)
     if not outcome.is_found and is_thorough:
         rest = run(copy, fault, room_tests(fault), _ROOM_LIMIT_S)
         outcome = Outcome(rest.found_by, outcome.seconds + rest.seconds)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ddpopt
-from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile, fit_cost
+from ddpopt.planning.costs import AllreduceCost, Device, Gradient, Network, Profile, fit_cost
 
 
 def test_a_ring_sends_all_but_one_part_twice() -> None:
@@ -155,6 +155,7 @@ def test_a_fit_of_one_size_is_refused() -> None:
         (lambda: Network(latency_s=0, bytes_per_s=1).allreduce(0), "world_size is 0"),
         (lambda: AllreduceCost(startup_s=0, s_per_byte=0).extrapolated(1, 2), "of 1 rank"),
         (lambda: AllreduceCost(startup_s=0, s_per_byte=0).extrapolated(2, 0), "to_ranks is 0"),
+        (lambda: Device(flops_per_s={}, bytes_per_s=1), "flops_per_s is empty"),
         (lambda: Gradient(name="w", num_bytes=-1, ready_s=0), "num_bytes is -1"),
         (lambda: Profile(gradients=(), backward_s=1), "no gradients"),
         (lambda: _profile([2.0, 1.0], 3), "in the order of their ready_s"),

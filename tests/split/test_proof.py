@@ -203,6 +203,7 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
         lambda b: _changed(_changed(b, 1, releases=(2,)), 2, releases=(1,)),
         "what is planned",
     ),
+    "watch another input": (lambda b: _changed(b, 1, watches=(2,)), "watches other inputs"),
     "release twice": (lambda b: _changed(b, 1, releases=(0,)), "again"),
     "release a parameter that is read later": (
         lambda b: b._replace(reachable=ReachableMemory(number_of={"saved_2": 0})),
