@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import tempfile
@@ -66,10 +67,14 @@ def try_fault(copy: Path, fault: Fault, *, is_thorough: bool) -> Outcome:
 
 
 def _work(faults: Sequence[Fault], is_thorough: bool, pipe: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder, copied_source(folder) as copy:
+    with (
+        contextlib.suppress(BrokenPipeError),  # whoever asked has ended
+        tempfile.TemporaryDirectory() as folder,
+        copied_source(folder) as copy,
+    ):
         for fault in faults:
             pipe.send((fault.name, try_fault(copy, fault, is_thorough=is_thorough)))
-    pipe.send(None)
+        pipe.send(None)
 
 
 def try_all(
