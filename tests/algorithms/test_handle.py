@@ -25,6 +25,7 @@ from ddpopt.algorithms import Algorithm, ByteGrad, Decentralized, Handle, attach
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError
 from ddpopt.planning import tuner
+from tests.algorithms import step_machine
 from tests.support.algorithms import (
     ALGORITHMS,
     FLAT,
@@ -40,6 +41,22 @@ from tests.support.models import MLP, WIDTH, batches
 from tests.support.ranks import MakeRanks, Ranks, error_of
 
 # ---- what a step is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"communication_interval": 2}, {"peer_selection": "shift_one"}]
+)
+def test_steps_go_as_in_the_simulator(ranks: Ranks, options: dict[str, Any]) -> None:
+    """Weights and counts are those of plain arithmetic, whatever a loop does, after each action."""
+    algorithm = Decentralized(hierarchical=False, **options)
+    for script in step_machine.draw_scripts(8):
+        expected = step_machine.simulate(algorithm, script)
+        for rank, states in enumerate(ranks.run(step_machine.run_script, algorithm, script)):
+            for action, (weights, *counts) in enumerate(states):
+                done = f"rank {rank} after {script[: action + 1]}"
+                expected_weights, *expected_counts = expected[action][rank]
+                assert counts == expected_counts, done
+                assert torch.allclose(weights, expected_weights, rtol=1e-9), done
 
 
 def _count(rank: int) -> list[tuple[str, int]]:

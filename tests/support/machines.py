@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 # How many times as many examples to run; more than 1 also draws others in each run, and makes what
 # fails small.
-TIMES = int(os.environ.get("DDPOPT_MACHINES", "1"))
+TIMES = int(os.environ.get("MACHINE_TIMES", "1"))
 
 
 def run_machine(machine: type[RuleBasedStateMachine], num_examples: int, num_steps: int) -> None:
@@ -23,6 +23,7 @@ def run_machine(machine: type[RuleBasedStateMachine], num_examples: int, num_ste
         derandomize=TIMES == 1,
         deadline=None,
         database=None,
+        report_multiple_bugs=False,
         phases=phases,
         suppress_health_check=list(HealthCheck),
     )
