@@ -25,6 +25,7 @@ from ddpopt.algorithms import Algorithm, ByteGrad, Decentralized, Handle, attach
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError
 from ddpopt.planning import tuner
+from tests.algorithms import step_machine
 from tests.support.algorithms import (
     ALGORITHMS,
     FLAT,
@@ -42,82 +43,20 @@ from tests.support.ranks import MakeRanks, Ranks, error_of
 # ---- what a step is ---------------------------------------------------------------------------
 
 
-def _count(rank: int) -> list[tuple[str, int]]:
-    ddp, optimizer, handle = attached_mlp(Decentralized(hierarchical=False))
-    x = batches(rank, [(4, WIDTH)])[0]
-    seen = []
-
-    def note(what: str) -> None:
-        seen.append((what, handle.num_steps))
-
-    def step() -> None:
-        ddp(x).sum().backward()
-        optimizer.step()
-
-    step()
-    note("a step")
-    ddp.eval()
-    with torch.no_grad():
-        ddp(x)
-    ddp(x)
-    ddp.train()
-    with torch.no_grad():
-        ddp(x)
-    note("evaluation")
-    with ddp.no_sync():
-        ddp(x).sum().backward()
-    note("a micro-batch")
-    step()
-    note("accumulated")
-    (ddp(x).sum() + ddp(x).sum()).backward()
-    optimizer.step()
-    note("two forwards")
-    ddp(x)
-    step()
-    note("a forward without backward")
-    with handle.paused():
-        ddp(x)
-        with handle.paused():
-            ddp(x)
-    note("paused")
-    ddp(x).sum().backward()  # and no update, as when GradScaler finds inf on this rank
-    step()
-    note("an update was skipped")
-    handle.detach()
-    return seen
-
-
-def test_only_training_forwards_that_are_followed_by_a_backward_count(ranks: Ranks) -> None:
-    for seen in ranks.run(_count):
-        assert seen == [
-            ("a step", 1),
-            ("evaluation", 1),
-            ("a micro-batch", 1),
-            ("accumulated", 2),
-            ("two forwards", 3),
-            ("a forward without backward", 4),
-            ("paused", 4),
-            ("an update was skipped", 6),
-        ]
-
-
-def _skip_update(rank: int) -> torch.Tensor:
-    """Rank 1's second update is skipped; its averages must go on."""
-    ddp, optimizer, handle = attached_mlp(Decentralized(hierarchical=False))
-    for k, x in enumerate(batches(rank, [(4, WIDTH)] * 4)):
-        optimizer.zero_grad()
-        ddp(x).pow(2).sum().backward()
-        if (rank, k) != (1, 1):
-            optimizer.step()
-    assert handle.num_communications == 4
-    handle.detach()
-    return flat_weights(ddp)
-
-
-def test_ranks_whose_updates_are_skipped_go_on_averaging(ranks: Ranks) -> None:
-    first, second = ranks.run(_skip_update)
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
+@pytest.mark.parametrize(
+    "options", [{}, {"communication_interval": 2}, {"peer_selection": "shift_one"}]
+)
+def test_steps_go_as_in_the_simulator(ranks: Ranks, options: dict[str, Any]) -> None:
+    """Weights and counts are those of plain arithmetic, whatever a loop does, after each action."""
+    algorithm = Decentralized(hierarchical=False, **options)
+    for script in step_machine.draw_scripts(8):
+        expected = step_machine.simulate(algorithm, script)
+        for rank, states in enumerate(ranks.run(step_machine.run_script, algorithm, script)):
+            for action, (weights, *counts) in enumerate(states):
+                done = f"rank {rank} after {script[: action + 1]}"
+                expected_weights, *expected_counts = expected[action][rank]
+                assert counts == expected_counts, done
+                assert torch.allclose(weights, expected_weights, rtol=1e-9), done
 
 
 def _train_in_eval(rank: int, name: str) -> torch.Tensor:
@@ -144,24 +83,6 @@ def _train_in_eval(rank: int, name: str) -> torch.Tensor:
 def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
     """An evaluation that forgot `no_grad` makes none."""
     assert torch.equal(*ranks.run(_train_in_eval, name))
-
-
-def _skip_in_eval(rank: int) -> torch.Tensor:
-    """An update is skipped in eval mode: the average is taken over between two backwards."""
-    ddp, optimizer, handle = attached_mlp()
-    ddp.eval()
-    for k, x in enumerate(batches(rank, [(4, WIDTH)] * 3)):
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        if k != 1:
-            optimizer.step()
-    assert handle.num_steps == handle.num_communications == 3
-    handle.detach()
-    return flat_weights(ddp)
-
-
-def test_an_update_may_be_skipped_in_eval_mode(ranks: Ranks) -> None:
-    assert torch.equal(*ranks.run(_skip_in_eval))
 
 
 @pytest.mark.quick("Decentralized")
@@ -274,40 +195,6 @@ def test_a_backward_ends_once_when_all_gradients_are_final(
 
 
 # ---- attach and detach ------------------------------------------------------------------------
-
-
-def _detached(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """After `detach` a model trains as DDP does, also when it had other weights before."""
-    ddp, optimizer, handle = attached_mlp(
-        Decentralized(communication_interval=100, hierarchical=False)
-    )
-    for x in batches(rank, [(4, WIDTH)] * 3):
-        optimizer.zero_grad()
-        ddp(x).pow(2).sum().backward()
-        optimizer.step()
-    apart = flat_weights(ddp)
-    handle.detach()
-    handle.detach()
-    start = flat_weights(ddp)
-    again = attach(ddp, optimizer, ByteGrad(hierarchical=False))
-    again.detach()
-    optimizer.zero_grad()
-    ddp(batches(rank, [(4, WIDTH)])[0]).pow(2).sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in ddp.parameters()])
-    twin = MLP(2)
-    torch.nn.utils.vector_to_parameters(start, twin.parameters())
-    for k in range(2):
-        twin(batches(k, [(4, WIDTH)])[0]).pow(2).sum().div(2).backward()
-    expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
-    torch.testing.assert_close(gradient, expected)
-    return apart, start
-
-
-def test_detach_averages_and_gives_ddp_its_allreduce_back(ranks: Ranks) -> None:
-    (apart, start), (other, second) = ranks.run(_detached)
-    assert not torch.equal(apart, other)
-    assert torch.equal(start, second)
-    torch.testing.assert_close(start, (apart + other) / 2)
 
 
 def _is_collected(rank: int) -> tuple[bool, list[str]]:

@@ -65,6 +65,7 @@ class Meetings(RuleBasedStateMachine):
         self.meetings: list[dict[int, Stay]] = []
         self._absences: list[list[_Absence]] = [[] for _ in range(SIZE)]
         self.disturbed_s = 0.0  # when something last happened that may make others wait anew
+        self.store_changed_s = 0.0
         self.slowest_s = 1e-3  # of the store's calls
         self._stack = contextlib.ExitStack()
 
@@ -78,7 +79,7 @@ class Meetings(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            self.pass_time(self._longest_wait_s() + 1)
+            self.pass_time(2 * LIMIT_S + self._slack_s() + 1)
             self.promises_hold()
         finally:
             self._stack.close()
@@ -117,29 +118,33 @@ class Meetings(RuleBasedStateMachine):
     def slow_store(self, share: float) -> None:
         self.world.store.latency_s = share * LIMIT_S
         self.slowest_s = max(self.slowest_s, share * LIMIT_S)
-        self.disturb()
+        self._change_store()
 
     @precondition(lambda self: len(self.meetings) > 1)
     @rule()
     def hang_store(self) -> None:
         self.world.store.hangs = True
+        self._change_store()
+
+    def _change_store(self) -> None:
         self.disturb()
+        self.store_changed_s = self.world.now_s
 
     @precondition(lambda self: self.working())
     @rule(data=st.data(), problem=_problems)
     def end(self, data: st.DataObject, problem: str) -> None:
         """One that works comes to its end, or to its decision, maybe with a problem."""
         index = data.draw(st.integers(0, len(self.working()) - 1))
-        self._end(self.working()[index], problem)
+        self.end_work(self.working()[index], problem)
 
     @precondition(lambda self: self.working())
     @rule(seconds=_seconds)
     def all_end(self, seconds: float) -> None:
         for stay in self.working():
-            self._end(stay, "")
+            self.end_work(stay, "")
         self.pass_time(seconds)
 
-    def _end(self, stay: Stay, problem: str) -> None:
+    def end_work(self, stay: Stay, problem: str) -> None:
         stay.ending, stay.ended_s = problem, self.world.now_s
         self.disturb()
 
@@ -209,11 +214,10 @@ class Meetings(RuleBasedStateMachine):
         for meeting in self.meetings:
             self._all_are_told_the_same(meeting)
             for stay in meeting.values():
-                if stay.told is None:
-                    self._does_not_wait_too_long(stay, meeting)
-                elif GONE in stay.told:
+                self._does_not_wait_too_long(stay, meeting)
+                if stay.told and GONE in stay.told:
                     assert self.world.store.hangs
-                else:
+                elif stay.told:
                     self.check_told(stay, meeting)
 
     def _all_are_told_the_same(self, meeting: dict[int, Stay]) -> None:
@@ -223,14 +227,22 @@ class Meetings(RuleBasedStateMachine):
     def _does_not_wait_too_long(self, stay: Stay, meeting: dict[int, Stay]) -> None:
         if not self.is_running(stay.rank) or not self.has_to_be_told(stay, meeting):
             return
-        waits_s = self.world.now_s - self.disturbed_s
-        assert waits_s <= self._longest_wait_s(), f"rank {stay.rank} waits for {waits_s} s"
+        until_s = self.world.now_s if stay.told is None else stay.told_s
+        waits_s = until_s - self.waits_since_s(stay)
+        limit_s = self.limit_s(stay, meeting) + self._slack_s()
+        assert waits_s <= limit_s, f"rank {stay.rank} waits for {waits_s} s"
 
-    def _longest_wait_s(self) -> float:
-        """How long a rank may wait after the last thing that happened to any."""
-        limit_s = self.limit_s() + _SLACK_S + 10 * self.world.store.latency_s
-        limit_s += SIZE * SIZE * self.world.store.connecting_s
-        return limit_s + (CONNECTING_S if self.world.store.hangs else 0.0)
+    def _slack_s(self) -> float:
+        """How much longer than the limit a rank may wait."""
+        slack_s = _SLACK_S + 10 * self.slowest_s + SIZE * SIZE * self.world.store.connecting_s
+        return slack_s + (CONNECTING_S if self.world.store.hangs else 0.0)
+
+    def somebody_did_not_wait(self, meeting: dict[int, Stay]) -> bool:
+        """Whether one rank knew the answer after a few calls of the store, if none was held up."""
+        if any(self._absences) or self.world.store.connecting_s:
+            return True
+        waits_s = [stay.told_s - stay.ended_s for stay in meeting.values() if stay.told]
+        return min(waits_s) <= (4 + SIZE) * self.slowest_s
 
     def is_answer(self, told: str) -> bool:
         """Whether this is what a meeting says to all."""
@@ -240,7 +252,12 @@ class Meetings(RuleBasedStateMachine):
         """Run a meeting, with `work` in it; return what the rank is told."""
         raise NotImplementedError
 
-    def limit_s(self) -> float:
+    def waits_since_s(self, stay: Stay) -> float:
+        """Since when nothing has happened for which a rank may wait anew."""
+        raise NotImplementedError
+
+    def limit_s(self, stay: Stay, meeting: dict[int, Stay]) -> float:
+        """How long a rank may wait since then."""
         raise NotImplementedError
 
     def has_to_be_told(self, stay: Stay, meeting: dict[int, Stay]) -> bool:
@@ -272,7 +289,10 @@ class Blocks(Meetings):
     def is_answer(self, told: str) -> bool:
         return GONE not in told and told != self._RAISED
 
-    def limit_s(self) -> float:
+    def waits_since_s(self, stay: Stay) -> float:
+        return self.disturbed_s
+
+    def limit_s(self, stay: Stay, meeting: dict[int, Stay]) -> float:
         # Who stopped while it came is waited for as one that is absent, and then as a silent one.
         is_coming = any(stay.told is None and not stay.is_in for stay in self.stays())
         return 2 * LIMIT_S if is_coming else LIMIT_S
@@ -293,6 +313,7 @@ class Blocks(Meetings):
             assert len(meeting) == SIZE, "a rank that has not come is not waited for"
             assert all(other.ending == "" for other in meeting.values())
             assert all(other.ended_s <= stay.told_s for other in meeting.values())
+            assert self.somebody_did_not_wait(meeting), "the last rank waits, and for nobody"
         elif stay.told == self._RAISED:
             assert stay.ending
         elif match := re.match(r"work: rank (\d) raised in thinking, (\w+)", stay.told):
@@ -324,17 +345,30 @@ class Decisions(Meetings):
         group = self.world.group_of(stay.rank)
         decision = JointDecision(group, "looking", next_key(group, "look"), LIMIT_S)
         problem = self.work(stay)
-        # One rank's problem is for good.
-        refusal = decision.decide(problem, is_for_now=bool(stay.rank and problem))
+        is_for_now = bool(stay.rank and problem)  # rank 0's problem is for good
+        refusal = decision.decide(problem, **({"is_for_now": True} if is_for_now else {}))
         if refusal is None:
             return GO
         return f"{refusal.reason}{' for now' if refusal.is_for_now else ''}"
 
     # ---- Promises ------------------------------------------------------------------------------
 
-    def limit_s(self) -> float:
-        """The rank that looks up who is late is waited for as long again."""
-        return 2 * LIMIT_S
+    def waits_since_s(self, stay: Stay) -> float:
+        since_s = max(stay.ended_s, self.store_changed_s)
+        for absence in self._absences[stay.rank]:
+            if stay.told is None or absence.ended_s < stay.told_s:
+                since_s = max(since_s, absence.ended_s)
+        return since_s
+
+    def limit_s(self, stay: Stay, meeting: dict[int, Stay]) -> float:
+        # Another one that looks up who is late, and may have stopped, is waited for as long again.
+        others = [other for other in meeting.values() if other is not stay and other.ending == ""]
+        has_stopped = any(
+            absence.ended_s > other.ended_s
+            for other in others
+            for absence in self._absences[other.rank]
+        )
+        return 2 * LIMIT_S if has_stopped else LIMIT_S
 
     def has_to_be_told(self, stay: Stay, meeting: dict[int, Stay]) -> bool:
         return stay.ending is not None
@@ -346,34 +380,25 @@ class Decisions(Meetings):
         if stay.told == GO:
             assert len(deciding) == SIZE
             assert all(other.ending == "" for other in deciding)
+            assert self.somebody_did_not_wait(meeting), "the last rank waits, and for nobody"
         elif match := re.match(r"on rank (\d): it cannot( for now)?$", stay.told):
             to_blame = meeting[int(match[1])]
             assert to_blame.ending
             assert bool(match[2]) == (match[1] != "0")
         elif match := re.match(r"(ranks? ([\d, ]+)|another rank) did not begin it", stay.told):
-            assert self._somebody_did_not_wait(deciding), "a rank that cannot come is waited for"
-            named = [int(rank) for rank in (match[2] or "").split(",") if rank]
-            for rank in named or range(SIZE):
-                late = meeting.get(rank)
-                if late is None or not late.is_in or late.in_s >= first_s:
-                    break
-            else:
-                raise AssertionError(f"{stay.told}, and all had announced themselves")
-            assert not named or all(
-                rank not in meeting or not meeting[rank].is_in or meeting[rank].in_s >= first_s
-                for rank in named
-            )
+            assert self.somebody_did_not_wait(meeting), "a rank that cannot come is waited for"
+            named = {int(rank) for rank in (match[2] or "").split(",") if rank}
+            late = {
+                rank
+                for rank in range(SIZE)
+                if rank not in meeting or not meeting[rank].is_in or meeting[rank].in_s >= first_s
+            }
+            assert late, f"{stay.told}, and all had announced themselves"
+            assert named <= late, f"{stay.told}, and only {late} had not"
         else:
             match = re.match(r"ranks? ([\d, ]+) did not come within", stay.told)
             assert match, stay.told
             for rank in map(int, match[1].split(",")):
-                late = meeting[rank]
-                is_late = late.ending is None or late.ended_s > first_s + LIMIT_S - _SLACK_S
+                blamed = meeting[rank]
+                is_late = blamed.ending is None or blamed.ended_s > first_s + LIMIT_S - _SLACK_S
                 assert is_late or self.longest_absence_s(rank, first_s, stay.told_s) > 0
-
-    def _somebody_did_not_wait(self, deciding: list[Stay]) -> bool:
-        """Whether one rank knew the answer after a few calls of the store, if none was held up."""
-        if any(self._absences) or self.world.store.connecting_s:
-            return True
-        waits_s = [stay.told_s - stay.ended_s for stay in deciding if stay.told]
-        return min(waits_s) <= (4 + SIZE) * self.slowest_s

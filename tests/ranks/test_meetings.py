@@ -62,6 +62,21 @@ def test_a_rank_that_stops_while_it_comes_is_not_waited_for_forever(num_calls: i
     ranks.teardown()
 
 
+def test_one_rank_looks_up_who_is_late_for_all_that_wait() -> None:
+    """Here rank 2, which has announced itself and does not decide."""
+    ranks = Decisions()
+    ranks.begin(seed=0, connecting_s=0.0)
+    ranks.all_come(1.0)
+    ranks.slow_store(0.1)  # so that the other one's time is over before the answer is there
+    for stay in ranks.working()[:2]:
+        ranks.end_work(stay, "")
+    ranks.teardown()
+    assert [stay.told for stay in ranks.stays()[:2]] == ["rank 2 did not come within 10 s"] * 2
+    looked_up = [key for key in ranks.world.store.num_checks if "/came/" in key]
+    assert len(looked_up) == 3
+    assert {ranks.world.store.num_checks[key] for key in looked_up} == {1}
+
+
 @pytest.mark.parametrize("size", [4, 64])
 def test_a_meeting_costs_each_rank_requests_that_do_not_grow_with_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int

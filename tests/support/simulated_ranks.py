@@ -13,6 +13,7 @@ equal seeds run equally.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import random
@@ -209,6 +210,7 @@ class Store:
         self.latency_s = 1e-3
         self.connecting_s = 0.0
         self.hangs = False
+        self.num_checks: collections.Counter[str] = collections.Counter()  # by key
         self._world = world
         self._free_s = 0.0  # when the next connection can be made
         self._values: dict[str, bytes] = {}
@@ -230,6 +232,7 @@ class Store:
         return self._call(lambda: [self._values[key] for key in keys])
 
     def check(self, keys: list[str]) -> bool:
+        self.num_checks.update(keys)
         return self._call(lambda: all(key in self._values for key in keys))
 
     def add(self, key: str, amount: int) -> int:

@@ -239,7 +239,7 @@ class Refusal(NamedTuple):
     """Why ranks do not go on; `is_for_now` says that the reason may be gone at the next chance."""
 
     reason: str
-    is_for_now: bool = False
+    is_for_now: bool
 
 
 class JointDecision:
