@@ -2,4 +2,14 @@
 
 from __future__ import annotations
 
-EQUAL: dict[str, str] = {}
+EQUAL: dict[str, str] = {
+    "planning/timeline.py: `beside_s = min(transfer_s, max(0.0, ready_s[-1] - begin_s) / "
+    "cost.contention)`: / becomes *": (
+        "it differs where a transfer ends behind the last gradient, and asked is what was lost "
+        "before each gradient"
+    ),
+    "planning/simulation.py: `return json.dumps(content, indent=1, allow_nan=False)`: False "
+    "becomes True": "all numbers of a simulation are finite: those of which it is made are checked",
+    "planning/spread.py: `behind = [max(0.0, s - median) for s, median in zip(parts, medians, "
+    "strict=True)]`: True becomes False": "both have an entry for each part of a step",
+}
