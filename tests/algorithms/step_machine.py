@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,18 +57,27 @@ class Loop(RuleBasedStateMachine):
         for name in ("clear", "forward_in_eval_mode", "backward", "update"):
             self._add(name)
 
+    @precondition(lambda self: not self.is_pending)
+    @rule(is_counted=st.booleans())
+    def train_without_update(self, is_counted: bool) -> None:
+        """The next forward ends the step."""
+        for name in ("clear", "forward", "backward", "forward" if is_counted else "evaluate"):
+            self._add(name, is_pending=name == "forward")
+
     @rule()
     def evaluate(self) -> None:
         self._add("evaluate")
 
     @precondition(lambda self: not self.is_pending)
-    @rule()
-    def evaluate_with_gradients(self) -> None:
+    @rule(accumulates=st.booleans())
+    def evaluate_with_gradients(self, accumulates: bool) -> None:
+        """After it DDP reduces in the next backward, under `no_sync` too."""
         self._add("forward_in_eval_mode")
         self._add("forget")
+        if accumulates:
+            self._add("accumulate")
 
-    # What changes weights has no place between a forward and its backward; DDP reduces in a
-    # backward under `no_sync` if a forward before it was not.
+    # What changes weights has no place between a forward and its backward.
     @precondition(lambda self: not self.is_pending)
     @rule()
     def accumulate(self) -> None:
@@ -213,7 +223,7 @@ class OnRank:
 
     def pause(self) -> None:
         with self.handle.paused(), self.handle.paused():
-            self._loss()
+            self._loss().backward()
 
     def average(self) -> None:
         self.handle.average()
@@ -338,6 +348,7 @@ class Simulated:
 
     def pause(self) -> None:
         self._end_step()
+        self.accumulate()
 
     def average(self) -> None:
         self._end_step()

@@ -49,7 +49,7 @@ from tests.support.ranks import MakeRanks, Ranks, error_of
 def test_steps_go_as_in_the_simulator(ranks: Ranks, options: dict[str, Any]) -> None:
     """Weights and counts are those of plain arithmetic, whatever a loop does, after each action."""
     algorithm = Decentralized(hierarchical=False, **options)
-    for script in step_machine.draw_scripts(8):
+    for script in step_machine.draw_scripts(12):
         expected = step_machine.simulate(algorithm, script)
         for rank, states in enumerate(ranks.run(step_machine.run_script, algorithm, script)):
             for action, (weights, *counts) in enumerate(states):
