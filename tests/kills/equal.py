@@ -12,4 +12,7 @@ EQUAL: dict[str, str] = {
     "becomes True": "all numbers of a simulation are finite: those of which it is made are checked",
     "planning/spread.py: `behind = [max(0.0, s - median) for s, median in zip(parts, medians, "
     "strict=True)]`: True becomes False": "both have an entry for each part of a step",
+    "ranks/meetings.py: `if not answer and time.monotonic() >= next_look_s:`: >= becomes >": (
+        "the first look comes one poll later"
+    ),
 }

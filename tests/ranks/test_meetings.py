@@ -15,6 +15,7 @@ from ddpopt import _logs, _torch
 from ddpopt.errors import PeerError
 from ddpopt.ranks import meetings
 from ddpopt.ranks.meetings import JointDecision, monitored_block, next_key
+from tests.ranks import meeting_machines
 from tests.ranks.meeting_machines import Blocks, Decisions
 from tests.support.hanging_store import LIMIT_S
 from tests.support.machines import run_machine
@@ -59,6 +60,20 @@ def test_a_rank_that_stops_while_it_comes_is_not_waited_for_forever(num_calls: i
     ranks.come_and_stop(0, num_calls)
     ranks.all_come(0.3)
     ranks.all_end(1.0)
+    ranks.teardown()
+
+
+def test_a_rank_that_decides_alone_waits_for_one_time_limit() -> None:
+    """The others are announced, and do not come."""
+    ranks = Decisions()
+    ranks.begin(seed=0, connecting_s=0.0)
+    ranks.all_come(1.0)
+    alone = ranks.working()[0]
+    ranks.end_work(alone, "")
+    ranks.pass_time(0.99 * meeting_machines.LIMIT_S)
+    assert alone.told is None
+    ranks.pass_time(0.2 * meeting_machines.LIMIT_S)
+    assert alone.told == "ranks 1, 2 did not come within 10 s"
     ranks.teardown()
 
 
