@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.kills import mutants, planted, results
-from tests.kills.campaign import try_all
+from tests.kills.campaign import OWN_LIMIT_S, try_all
 
 
 def main() -> int:
@@ -28,6 +28,9 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=mutants.NUM_MUTANTS, help="how many")
     parser.add_argument("--own", action="store_true", help="run a fault's own tests alone")
     parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument(
+        "--limit", type=float, default=OWN_LIMIT_S, help="seconds for its own tests, which may hang"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many processes")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after")
     parser.add_argument("--results", type=Path, default=results.FOUND, help="where they are kept")
@@ -45,7 +48,7 @@ def main() -> int:
     if not arguments.again:
         chosen = [fault for fault in chosen if fault.name not in found]
     until_s = time.monotonic() + 60 * arguments.minutes
-    for name, outcome in try_all(chosen, arguments.jobs, not arguments.own):
+    for name, outcome in try_all(chosen, arguments.jobs, not arguments.own, arguments.limit):
         found[name] = outcome
         results.save(arguments.results, found)
         print(f"{outcome.seconds:6.1f} s  {outcome.found_by}: {name}", flush=True)

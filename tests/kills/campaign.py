@@ -14,7 +14,8 @@ from tests.kills.fault import Fault
 from tests.kills.running import Outcome, copied_source, run
 
 _TESTS = Path(__file__).parents[1]
-_OWN_LIMIT_S, _ROOM_LIMIT_S = 240.0, 900.0
+OWN_LIMIT_S = 240.0
+_ROOM_LIMIT_S = 900.0
 # Where the tests of a module are not in the file that mirrors it.
 _TESTS_OF = {
     "_text.py": ("tests/test_text.py",),
@@ -57,35 +58,38 @@ def room_tests(fault: Fault) -> list[str]:
     return ["--set", "quick", *([f"tests/{room}"] if room and place.exists() else []), *whole]
 
 
-def try_fault(copy: Path, fault: Fault, *, is_thorough: bool) -> Outcome:
-    """Run a fault's own tests, and then those of its room."""
-    outcome = run(copy, fault, own_tests(fault), _OWN_LIMIT_S)
+def try_fault(
+    copy: Path, fault: Fault, *, is_thorough: bool, limit_s: float = OWN_LIMIT_S
+) -> Outcome:
+    """Run a fault's own tests for so many seconds, and then those of its room."""
+    outcome = run(copy, fault, own_tests(fault), limit_s)
     if not outcome.is_found and is_thorough:
         rest = run(copy, fault, room_tests(fault), _ROOM_LIMIT_S)
         outcome = Outcome(rest.found_by, outcome.seconds + rest.seconds)
     return outcome
 
 
-def _work(faults: Sequence[Fault], is_thorough: bool, pipe: Any) -> None:
+def _work(faults: Sequence[Fault], is_thorough: bool, limit_s: float, pipe: Any) -> None:
     with (
         contextlib.suppress(BrokenPipeError),  # whoever asked has ended
         tempfile.TemporaryDirectory() as folder,
         copied_source(folder) as copy,
     ):
         for fault in faults:
-            pipe.send((fault.name, try_fault(copy, fault, is_thorough=is_thorough)))
+            outcome = try_fault(copy, fault, is_thorough=is_thorough, limit_s=limit_s)
+            pipe.send((fault.name, outcome))
         pipe.send(None)
 
 
 def try_all(
-    faults: Sequence[Fault], num_jobs: int, is_thorough: bool
+    faults: Sequence[Fault], num_jobs: int, is_thorough: bool, limit_s: float
 ) -> Iterator[tuple[str, Outcome]]:
     """The outcome of each fault, in several processes."""
     context = multiprocessing.get_context("spawn")
     pipes = []
     for job in range(num_jobs):
         pipe, end = context.Pipe()
-        arguments = (faults[job::num_jobs], is_thorough, end)
+        arguments = (faults[job::num_jobs], is_thorough, limit_s, end)
         # Tests start processes, which one that is a daemon may not.
         context.Process(target=_work, args=arguments).start()
         end.close()
