@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
@@ -94,6 +94,15 @@ def eight_ranks() -> Iterator[Ranks]:
     workers = Ranks(8, is_forked=True)
     yield workers
     workers.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """A function that returns so many processes with a gloo group, for `on_ranks`."""
+    made: dict[int, Ranks] = {}
+    yield lambda num_ranks: made.setdefault(num_ranks, Ranks(num_ranks, is_forked=True))
+    for workers in made.values():
+        workers.stop()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
     python -m tests.kills                        # all, hours
     python -m tests.kills --only 'split/proof'   # by name
+    python -m tests.kills --found-by test_alike  # again, what a rewritten file found before
     python -m tests.kills --compare before.json  # is anything lost? Runs nothing
 
 A fault's own tests run first, those of its module and those that `planted.py` names; then, if none
@@ -25,6 +26,9 @@ from tests.kills.campaign import OWN_LIMIT_S, try_all
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression for names of faults")
+    parser.add_argument(
+        "--found-by", default="", help="again, those that tests of such a name found earlier"
+    )
     parser.add_argument("--mutants", type=int, default=mutants.NUM_MUTANTS, help="how many")
     parser.add_argument("--own", action="store_true", help="run a fault's own tests alone")
     parser.add_argument("--again", action="store_true", help="also what has a result")
@@ -45,7 +49,10 @@ def main() -> int:
     found = {fault.name: found[fault.name] for fault in faults if fault.name in found}
     is_wanted = re.compile(arguments.only).search
     chosen = [fault for fault in faults if is_wanted(fault.name)]
-    if not arguments.again:
+    if arguments.found_by:
+        is_finder = re.compile(arguments.found_by).search
+        chosen = [f for f in chosen if f.name in found and is_finder(found[f.name].found_by)]
+    elif not arguments.again:
         chosen = [fault for fault in chosen if fault.name not in found]
     until_s = time.monotonic() + 60 * arguments.minutes
     for name, outcome in try_all(chosen, arguments.jobs, not arguments.own, arguments.limit):

@@ -27,8 +27,10 @@ from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision
 from ddpopt.split import state
 from ddpopt.steps.forwards import find_subscriber
+from tests.support.beside import Beside
 from tests.support.buckets import real_buckets
-from tests.support.models import MLP, assert_equal_states, batches, state_of, train
+from tests.support.models import MLP, assert_equal_states, batches, state_of
+from tests.support.on_ranks import on_ranks
 from tests.support.plans import COST, SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
@@ -36,22 +38,12 @@ SHAPE = (4, 64)
 DECIDED = 9  # the step in which a search ends
 
 
-class _Twin:
+class _Twin(Beside):
     """A model in training, and the same one in eager DDP beside it."""
 
-    def __init__(self, seed: int, options: dict[str, Any], **ddp_options: Any) -> None:
+    def __init__(self, seed: int, options: dict[str, Any]) -> None:
         torch.manual_seed(seed)
-        module = MLP()
-        self.expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
-        self.ddp = DistributedDataParallel(module, **ddp_options)
-        self.run = torch.compile(self.ddp, backend="ddpopt", options=options)
-
-    def step(self, x: torch.Tensor) -> None:
-        assert_equal_states(train(self.ddp, [x], self.run), train(self.expected, [x]))
-
-    @property
-    def num_graphs(self) -> int:
-        return len(state.get(self.ddp).cuts)
+        super().__init__(MLP(), **options)
 
     @property
     def outcome(self) -> str:
@@ -89,43 +81,47 @@ def _in_turns(models: Sequence[_Twin]) -> Iterator[_Twin]:
         yield from models
 
 
-def _train_two(rank: int, order: Callable[..., Iterator[_Twin]], options: dict[str, Any]) -> Any:
-    options = {"inner": "aot_eager", **options}
+@on_ranks(2)
+@pytest.mark.quick("backward-_one_by_one")
+@pytest.mark.parametrize("order", [_one_by_one, _in_turns])
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_buckets_are_searched_for_each_module(
+    rank: int, order: Callable[..., Iterator[_Twin]], split: str
+) -> None:
+    """A backward that is cut for any buckets is compiled once for both."""
+    models, num_graphs = _train_two(rank, order, {"split": split, "buckets": "auto"})
+    assert all(model.outcome.startswith("buckets change") for model in models)
+    sizes = [[len(bucket) for bucket in real_buckets(model.ddp)] for model in models]
+    assert len(sizes[0]) == len(SIZES_OF_MLP)
+    assert sizes[0] == sizes[1]
+    if split == "backward":
+        assert num_graphs == 1
+
+
+@on_ranks(2)
+@pytest.mark.quick("backward")
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_a_files_buckets_are_given_to_each_module(rank: int, tmp_path: Path, split: str) -> None:
+    """The modules run code that was cut for these buckets once."""
+    path = tmp_path / f"plan{rank}.json"
+    plan_of(MLP(), SIZES_OF_MLP).save(path)
+    models, num_graphs = _train_two(rank, _in_turns, {"split": split, "buckets": str(path)})
+    for model in models:
+        assert model.outcome == f"buckets are those of {path}"
+        assert tuple(len(bucket) for bucket in real_buckets(model.ddp)) == SIZES_OF_MLP
+    assert num_graphs == 1
+
+
+def _train_two(
+    rank: int, order: Callable[..., Iterator[_Twin]], options: dict[str, Any]
+) -> tuple[list[_Twin], int]:
+    """Train two models of one class in some order; return them and the number of graphs."""
     with _deciding():
         models = [_Twin(seed, options) for seed in range(2)]
         inputs = iter(batches(rank, [SHAPE] * 100))
         for model in order(models):
             model.step(next(inputs))
-    numbers = [[len(bucket) for bucket in real_buckets(model.ddp)] for model in models]
-    return [model.outcome for model in models], numbers, _graphs_compiled()
-
-
-@pytest.mark.quick("backward-_one_by_one")
-@pytest.mark.parametrize("order", [_one_by_one, _in_turns])
-@pytest.mark.parametrize("split", ["backward", "forward"])
-def test_buckets_are_searched_for_each_module(ranks: Ranks, order: Any, split: str) -> None:
-    """A backward that is cut for any buckets is compiled once for both."""
-    for outcomes, sizes, num_graphs in ranks.run(
-        _train_two, order, {"split": split, "buckets": "auto"}
-    ):
-        assert all(outcome.startswith("buckets change") for outcome in outcomes)
-        assert len(sizes[0]) == len(SIZES_OF_MLP)
-        assert sizes[0] == sizes[1]
-        if split == "backward":
-            assert num_graphs == 1
-
-
-@pytest.mark.quick("backward")
-@pytest.mark.parametrize("split", ["backward", "forward"])
-def test_a_files_buckets_are_given_to_each_module(ranks: Ranks, tmp_path: Path, split: str) -> None:
-    """The modules run code that was cut for these buckets once."""
-    path = tmp_path / "plan.json"
-    plan_of(MLP(), SIZES_OF_MLP).save(path)
-    options = {"split": split, "buckets": str(path)}
-    for outcomes, sizes, num_graphs in ranks.run(_train_two, _in_turns, options):
-        assert outcomes == [f"buckets are those of {path}"] * 2
-        assert sizes == [list(SIZES_OF_MLP)] * 2
-        assert num_graphs == 1
+    return models, _graphs_compiled()
 
 
 def _train_after_one_that_stays(rank: int, options: dict[str, Any]) -> Any:
@@ -178,18 +174,18 @@ def _train_jointly(rank: int, is_refused: bool) -> Any:
 
         optimizers = [
             torch.optim.SGD([p for ddp in ddps for p in ddp.parameters()], lr=0.1)
-            for ddps in ([m.ddp for m in models], [m.expected for m in models])
+            for ddps in ([m.ddp for m in models], [m.eager for m in models])
         ]
         with mock.patch.object(rebucket, "find_obstacle", find):
             for x in batches(rank, [SHAPE] * (DECIDED + 2)):
                 for calls, optimizer in zip(
-                    ([m.run for m in models], [m.expected for m in models]), optimizers, strict=True
+                    ([m.run for m in models], [m.eager for m in models]), optimizers, strict=True
                 ):
                     optimizer.zero_grad()
                     sum(call(x).square().mean() for call in calls).backward()
                     optimizer.step()
                 for model in models:
-                    assert_equal_states(state_of(model.ddp), state_of(model.expected))
+                    assert_equal_states(state_of(model.ddp), state_of(model.eager))
     return [model.outcome for model in models]
 
 
@@ -212,7 +208,7 @@ def _train_adversaries(rank: int) -> Any:
         models = [_Twin(seed, options) for seed in range(2)]
         sides = [
             ([m.ddp for m in models], [m.run for m in models]),
-            ([m.expected for m in models], [m.expected for m in models]),
+            ([m.eager for m in models], [m.eager for m in models]),
         ]
         for x in batches(rank, [SHAPE] * (DECIDED + 2)):
             for (generator, critic), (generate, criticize) in sides:
@@ -225,7 +221,7 @@ def _train_adversaries(rank: int) -> Any:
                 critic.requires_grad_(True)
                 _descend(generator)
             for model in models:
-                assert_equal_states(state_of(model.ddp), state_of(model.expected))
+                assert_equal_states(state_of(model.ddp), state_of(model.eager))
     return [model.outcome for model in models]
 
 
@@ -255,10 +251,7 @@ def _train_a_copy(rank: int, kind: str) -> Any:
             torch._dynamo.reset()
             second = _Twin(1, options)
         else:
-            second = copy.copy(first)
-            second.ddp = copy.deepcopy(first.ddp)
-            second.expected = copy.deepcopy(first.expected)
-            second.run = torch.compile(second.ddp, backend="ddpopt", options=options)
+            second = copy.deepcopy(first)
         for _ in range(DECIDED + 2):
             for model in (second, first):
                 model.step(next(inputs))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -131,7 +132,7 @@ def _work(
         torch.manual_seed(0)
         try:
             pipe.send((function(rank, *args), None))
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             pipe.send((None, traceback.format_exc()))
 
 

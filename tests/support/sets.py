@@ -10,7 +10,7 @@ import pytest
 
 SYSTEM = Path(__file__).parents[1] / "system"
 # Fixtures, by what they start.
-LARGE = {"four_ranks", "eight_ranks", "make_ranks"}
+LARGE = {"four_ranks", "eight_ranks", "make_ranks", "ranks_of"}
 QUICK, REST, NIGHTLY, ALL = "quick", "rest", "nightly", "all"
 
 

@@ -1,0 +1,120 @@
+"""A model that is trained three ways at once: in eager DDP, compiled by ddpopt, compiled whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt.split import state
+from ddpopt.split.cut import Cut
+from tests.support.device import DEVICE
+from tests.support.models import assert_equal_states, state_of
+
+BACKEND = "ddpopt"
+Loss = Callable[[Any], torch.Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def compiled(module: nn.Module, inner: Any = "aot_eager", **options: Any) -> Any:
+    """Compile with ddpopt's backend; `dynamic` goes to `torch.compile`, all else to the backend."""
+    of_torch = {"dynamic": options.pop("dynamic")} if "dynamic" in options else {}
+    return torch.compile(module, backend=BACKEND, options={"inner": inner, **options}, **of_torch)
+
+
+def mean_square(output: Any) -> torch.Tensor:
+    """A loss of the first tensor of what a model returned."""
+    first = output[0] if isinstance(output, Sequence) else output
+    loss: torch.Tensor = first.float().pow(2).mean()
+    return loss
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+
+class Beside:
+    """DDP modules with equal weights: `ddp`, which `run` calls compiled, and `eager`.
+
+    With `as_unsplit` there is a third one, compiled by the inner backend as a whole: gradients and
+    parameters have to equal it bitwise, and eager's within rounding.
+
+    Each step compares loss, gradients, parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ddp_options: dict[str, Any] | None = None,
+        loss_of: Loss = mean_square,
+        make_optimizer: MakeOptimizer = sgd,
+        as_unsplit: bool = False,
+        **options: Any,
+    ) -> None:
+        num_ways = 3 if as_unsplit else 2
+        self._begin(
+            [
+                DistributedDataParallel(copy.deepcopy(model).to(DEVICE), **(ddp_options or {}))
+                for _ in range(num_ways)
+            ],
+            options,
+            loss_of,
+            make_optimizer,
+        )
+
+    def _begin(
+        self,
+        ddps: Sequence[DistributedDataParallel],
+        options: dict[str, Any],
+        loss_of: Loss,
+        make_optimizer: MakeOptimizer,
+    ) -> None:
+        self.ddp, self.eager, *unsplit = ddps
+        self.run = compiled(self.ddp, **options)
+        self._rest = options, loss_of, make_optimizer
+        self._loss_of = loss_of
+        inner = options.get("inner", "aot_eager")
+        whole = [(ddp, torch.compile(ddp, backend=inner)) for ddp in unsplit]
+        self._calls: list[tuple[Any, Any]] = [(self.ddp, self.run), (self.eager, self.eager)]
+        self._calls += whole
+        self._optimizers = [make_optimizer(ddp.parameters()) for ddp in ddps]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Beside:
+        """Copies of the modules, compiled anew, with optimizers that have seen nothing."""
+        copied = copy.copy(self)
+        copied._begin([copy.deepcopy(ddp, memo) for ddp, _ in self._calls], *self._rest)
+        return copied
+
+    def step(self, *inputs: Any) -> torch.Tensor:
+        """Take a step of each, compare them, and return the loss."""
+        states = []
+        for (ddp, run), optimizer in zip(self._calls, self._optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = self._loss_of(run(*inputs))
+            loss.backward()
+            optimizer.step()
+            states.append({"loss": loss.detach(), **state_of(ddp)})
+        found, expected, *unsplit = states
+        assert_equal_states(found, expected)
+        for of_whole in unsplit:
+            assert_equal_states(found, of_whole, bitwise=True)
+        return found["loss"]
+
+    def train(self, batches: Iterable[torch.Tensor]) -> list[float]:
+        """Take a step with each, and return the losses."""
+        return [self.step(batch).item() for batch in batches]
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """What became of the graphs of `ddp`, in the order in which they were compiled."""
+        return tuple(state.get(self.ddp).cuts)
+
+    @property
+    def num_sections(self) -> int:
+        """How many sections the backward that was compiled last has."""
+        return len(self.cuts[-1].sections)
