@@ -373,7 +373,7 @@ def test_a_setting_that_is_not_known_is_found_where_it_is_set(
     ddp = DistributedDataParallel(MLP(1))
     assert _torch.find_unknown_setting(ddp) == ""
     settings = {**_torch.ddp_settings(), "option": False}
-    monkeypatch.setattr(_torch.ddp, "ddp_settings", lambda: settings)
+    monkeypatch.setattr(_torch.new_reducer, "ddp_settings", lambda: settings)
     assert _torch.find_unknown_setting(ddp) == "its option, which it may have been made with"
     ddp.option = False
     assert _torch.find_unknown_setting(ddp) == ""

@@ -1,4 +1,4 @@
-"""The parameters and hooks of a DDP module's Reducer, as `_torch/ddp.py` reads them."""
+"""The parameters and hooks of a DDP module's Reducer, as `_torch` reads them."""
 
 from __future__ import annotations
 

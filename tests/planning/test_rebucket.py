@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
-from ddpopt._torch import ddp as ddp_module
-from ddpopt._torch import names
+from ddpopt._torch import names, new_reducer
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, state_of, train, twins
 from tests.support.plans import SIZES_OF_MLP, plan_of
@@ -176,7 +175,7 @@ STEPS_OF_A_REBUILD = {
 def _failing_once(row: names.PrivateName) -> Iterator[None]:
     """Let the next rebuild fail where it gets or sets this row once its preparations are over."""
     is_prepared, is_over = False, False
-    make = ddp_module._Change.make
+    make = new_reducer.Change.make
 
     def note(*args: Any) -> Any:
         nonlocal is_prepared
@@ -194,7 +193,7 @@ def _failing_once(row: names.PrivateName) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp_module._Change, "make", note)
+        patch.setattr(new_reducer.Change, "make", note)
         for method in ("get", "set", "replaced_by"):
             patch.setattr(names.PrivateName, method, fail(getattr(names.PrivateName, method)))
         yield

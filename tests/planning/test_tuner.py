@@ -840,7 +840,7 @@ def test_a_search_can_be_made_once_more(ranks: Ranks) -> None:
 
 def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[int]]:
     """Rank 1 has no memory for a new Reducer: that of the plan, or that of the way back."""
-    make, num_made = _torch.ddp._Change.make, 0
+    make, num_made = _torch.new_reducer.Change.make, 0
 
     def make_or_fail(change: Any, formation: Any) -> Any:
         nonlocal num_made
@@ -854,7 +854,7 @@ def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[in
         _simulated(SLOW),
         mock.patch.object(tuning, "decide", return_value=Decision("taken", plan, 0.5, True)),
         mock.patch.object(tuning, "judge", return_value=Verdict("worse", is_worse=True)),
-        mock.patch.object(_torch.ddp._Change, "make", make_or_fail),
+        mock.patch.object(_torch.new_reducer.Change, "make", make_or_fail),
     ):
         expected, ddp = twins(MLP(), bucket_cap_mb=0.02)
         compiled = torch.compile(

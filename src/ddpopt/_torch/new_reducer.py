@@ -1,0 +1,402 @@
+"""Giving a DDP module another Reducer, with other buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt._torch import names
+from ddpopt._torch.buckets import note_first_steps_taken, will_rebuild_buckets
+from ddpopt._torch.modes import find_unknown_hook, possible_hooks
+from ddpopt._torch.parameters import (
+    accumulate_node,
+    keep_parameters,
+    reducer_parameters,
+    requiring_grad,
+)
+from ddpopt._torch.reducer import (
+    ask_buckets,
+    follows_arrival_order,
+    log_of,
+    prepare_reducer,
+    used_in_static_graph,
+)
+from ddpopt._torch.runtime import queue_callback, run_in_backward
+from ddpopt.errors import PeerError, PlanError
+from ddpopt.reducer import Parameter
+
+_T = TypeVar("_T")
+
+
+_BY_DDP = "DDP's own `_ddp_init_helper`, which reads it off the module for each Reducer"
+
+
+_BY_US = "`replace_reducer` and `make_reducer`, which set it on the new one"
+
+
+_NEW = "nobody: the new one is made for other buckets than these"
+
+
+_NO_PART = "nobody: the module or its tensors keep it, and the Reducer has no part in it"
+
+
+_REFUSED = "nobody: it is a `DDPMode` that keeps its Reducer"
+
+
+# The source from which a new Reducer gets each argument of DDP's constructor, and each property
+# that can be set. One that is not here may be lost: see `find_unknown_setting`, and the test that
+# compares with torch.
+GIVEN_BY = {
+    "module": _NO_PART,
+    "device_ids": _NO_PART,
+    "output_device": _NO_PART,
+    "dim": _NO_PART,
+    "broadcast_buffers": _NO_PART,
+    "forward_sync_buffers": _NO_PART,
+    "init_sync": _NO_PART,
+    "check_reduction": _NO_PART,
+    "process_group": _BY_DDP,
+    "device_mesh": _BY_DDP,  # as its process group
+    "bucket_cap_mb": _NEW,
+    "bucket_cap_mb_list": _NEW,
+    "find_unused_parameters": _BY_DDP,
+    "gradient_as_bucket_view": _BY_DDP,
+    "skip_all_reduce_unused_params": _BY_DDP,
+    "batched_grad_copy": _BY_DDP,
+    "lazy_bucket_allocation": _BY_DDP,  # since 2.15
+    "static_graph": _BY_US,
+    "require_manual_backward_finalization": _BY_US,  # since 2.15
+    "delay_all_reduce_named_params": _NO_PART,
+    "param_to_hook_all_reduce": _NO_PART,
+    "mixed_precision": _REFUSED,
+}
+
+
+@functools.cache
+def ddp_settings() -> Mapping[str, Any]:
+    """What DDP's constructor takes and its properties set, with the constructor's defaults."""
+    taken = inspect.signature(DistributedDataParallel.__init__).parameters.values()
+    settings = {p.name: p.default for p in taken if p.name != "self"}
+    for name, value in vars(DistributedDataParallel).items():
+        if isinstance(value, property) and value.fset is not None:
+            settings.setdefault(name, None)
+    return settings
+
+
+def find_unknown_setting(ddp: DistributedDataParallel) -> str:
+    """One that a new Reducer might lose, as in `its option=True`; "" if there is none.
+
+    It is one that torch has had since a release that we do not know, with another value than the
+    default (of a property: None or False), or a value that the module does not show.
+    """
+    missing = object()
+    for name, default in ddp_settings().items():
+        if name not in GIVEN_BY:
+            value = getattr(ddp, name, missing)
+            if value is missing:
+                return f"its {name}, which it may have been made with"
+            if value is not default and value is not False and value != default:
+                return f"its {name}={value!r}"
+    return ""
+
+
+def find_changed_setting(ddp: DistributedDataParallel) -> str:
+    """One that the module has with another value than its Reducer, which a new one would have."""
+    logged = log_of(ddp)
+    for name in ("find_unused_parameters", "gradient_as_bucket_view"):
+        if name in logged and bool(logged[name]) != bool(getattr(ddp, name)):
+            return name
+    return ""
+
+
+def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
+    """Raise TorchDriftError now if a name that changing buckets in a step needs has moved."""
+    for row in names.TABLE:
+        if row.need is names.Need.REBUCKET and row.is_expected:
+            if row.is_global:
+                row.get()
+            elif row.owner == names.REDUCER.owner and row is not names.STATIC_ENQUEUED:
+                row.get(ddp)
+            elif row.owner == names.PREPARE_FOR_FORWARD.owner:
+                row.get(names.REDUCER.get(ddp))
+    names.SYNCS_BUFFERS.get(ddp)
+    names.GROUP_STORE.get()
+    queue_callback()
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+def replace_reducer(
+    ddp: DistributedDataParallel,
+    buckets: Sequence[Sequence[int]],
+    caps_bytes: Sequence[int],
+    num_arrivals: Mapping[int, int] | None = None,
+    settle: Callable[[Exception | None], None] = _raise,
+) -> None:
+    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order. Collective.
+
+    It has the same comm hook and options, see `GIVEN_BY`. Its first steps are behind it, so that
+    it takes part in nothing that the one before would not: see `pass_first_steps`.
+
+    Whatever is raised, `ddp` has the buckets of before again, unless a PeerError says that it has
+    none.
+
+    Args:
+        ddp: the module; no gradient waits to be reduced.
+        buckets: what the Reducer is made with.
+        caps_bytes: the limits, one for each bucket, at which it closes them when it rebuilds them.
+        num_arrivals: how often each gradient arrives in a backward of a static graph, on this rank,
+            by parameter index; without those that never do. None if that is not known on some rank:
+            then DDP has yet to learn it, in the next step.
+        settle: is called on all ranks behind each part that a rank does alone, with what this rank
+            has raised in it; raises on all ranks what one has raised.
+    """
+
+    def do_alone(part: Callable[[], _T]) -> _T:
+        # All ranks are to have the same Reducer: if one cannot go on, for want of memory for one,
+        # no other may.
+        problem, done = None, None
+        try:
+            done = part()
+        except Exception as error:
+            problem = error
+        settle(problem)
+        return done  # type: ignore[return-value]  # `settle` has raised the problem
+
+    change = do_alone(lambda: Change(ddp, buckets, caps_bytes, num_arrivals))
+    # Whether all ranks are at the same place, so that the way back may communicate.
+    are_together = True
+    try:
+        gradients = do_alone(lambda: change.make(change.after))
+        are_together = False
+        change.pass_first_steps(change.after, gradients)
+        are_together = True
+        do_alone(change.register_hook)
+    except Exception as error:
+        try:
+            gradients = change.make(change.before)
+            if are_together:
+                change.pass_first_steps(change.before, gradients)
+            change.register_hook()
+        except Exception as failure:
+            raise PeerError(
+                "ddpopt was giving this DistributedDataParallel new buckets, which failed "
+                f"({error}), and then those that it had, which failed too ({failure}): it has none "
+                "now; do not go on, and start all ranks again"
+            ) from error
+        raise
+
+
+class Formation(NamedTuple):
+    """How a Reducer gets its buckets."""
+
+    # By parameter index, in launch order. None if the Reducer does not tell those that it has: one
+    # like it forms them as DDP's constructor does.
+    buckets: Sequence[Sequence[int]] | None
+    # DDP's two attributes with the limits of buckets; the second one is None where torch lacks it.
+    caps_bytes: Sequence[int]
+    config: Any
+    # How often each gradient arrives in the Reducer's first steps, in the order of arrival; None if
+    # it takes these steps in training.
+    num_arrivals: Mapping[int, int] | None
+
+
+class Change:
+    """A change of a module's Reducer, and the way back.
+
+    What can be found missing is found missing here, while the Reducer of before is in place.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        buckets: Sequence[Sequence[int]],
+        caps_bytes: Sequence[int],
+        num_arrivals: Mapping[int, int] | None,
+    ) -> None:
+        if unknown := find_unknown_hook(ddp):
+            raise PlanError(unknown)
+        for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
+            row.get(names.REDUCER.get(ddp))
+        self._ddp = ddp
+        self._hooks = possible_hooks(ddp)
+        if any(each.hook is None for each in self._hooks):
+            names.REGISTER_BUILTIN_HOOK.get(ddp)
+        self._reduced = reducer_parameters(ddp)
+        # The Reducer alone may hold the nodes that accumulate gradients, and so users' hooks.
+        self._nodes = [accumulate_node(tensor) for tensor in self._reduced]
+        # The parameters, by index, to which DDP gives a gradient.
+        self._has_gradient: Collection[int] = range(len(self._reduced))
+        if ddp.static_graph and num_arrivals is not None:
+            self._has_gradient = used_in_static_graph(ddp)
+        self.before = self._present_formation(num_arrivals)
+        config = self.before.config
+        if config is not None:
+            config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
+        arrivals = self._arrivals(buckets, num_arrivals)
+        self.after = Formation(buckets, list(caps_bytes), config, arrivals)
+
+    def _present_formation(self, num_arrivals: Mapping[int, int] | None) -> Formation:
+        ddp, buckets, arrivals = self._ddp, None, None
+        if (asked := ask_buckets(ddp)) is not None:
+            buckets = []
+            for bucket in asked:
+                buckets.append([self._reduced[tensor].index for tensor in bucket])
+            if not will_rebuild_buckets(ddp):
+                arrivals = self._arrivals(buckets, num_arrivals)
+        config = names.BUCKET_CONFIG.get(ddp) if names.BUCKET_CONFIG.is_expected else None
+        return Formation(buckets, list(names.CAPS_BYTES.get(ddp)), config, arrivals)
+
+    def _arrivals(
+        self, buckets: Sequence[Sequence[int]], num_arrivals: Mapping[int, int] | None
+    ) -> Mapping[int, int] | None:
+        """The arrivals of a Reducer's first steps; None if it is to take these in training."""
+        # One that looks for unused parameters keeps the buckets that it is made with.
+        if not follows_arrival_order(self._ddp):
+            return None
+        arrival = list(itertools.chain.from_iterable(buckets))
+        if not self._ddp.static_graph:
+            return dict.fromkeys(arrival, 1)
+        if num_arrivals is None:
+            return None
+        return {index: num_arrivals[index] for index in arrival if index in num_arrivals}
+
+    def make(self, formation: Formation) -> list[torch.Tensor | None]:
+        """Make a Reducer in place of the present one; return gradients for its first steps."""
+        ddp = self._ddp
+        names.CAPS_BYTES.set(list(formation.caps_bytes), ddp)
+        if formation.config is not None:
+            names.BUCKET_CONFIG.set(formation.config, ddp)
+        names.HAS_REBUILT_BUCKETS.set(False, ddp)
+        if names.REDUCER.get(ddp) is not None:
+            _drop_reducer(ddp)
+        form: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if formation.buckets is not None:
+            # DDP reverses the buckets that it is given.
+            reversed_buckets = [list(bucket) for bucket in reversed(formation.buckets)]
+            assigned = (reversed_buckets, list(reversed(formation.caps_bytes)))
+            form = names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned)
+        with form:
+            make_reducer(ddp, list(self._reduced), list(self._reduced.values()))
+        gradients: list[torch.Tensor | None] = []
+        arriving = formation.num_arrivals or {}
+        for tensor, parameter in self._reduced.items():
+            is_used = parameter.index in arriving and parameter.index in self._has_gradient
+            gradients.append(torch.zeros_like(tensor) if is_used else None)
+        return gradients
+
+    def pass_first_steps(
+        self, formation: Formation, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Take the new Reducer through its first steps, if these are known. Collective."""
+        if formation.num_arrivals is not None:
+            pass_first_steps(self._ddp, formation.num_arrivals, gradients)
+
+    def register_hook(self) -> None:
+        """Give the new Reducer the comm hook of the one before."""
+        names.COMM_HOOKS.set([], self._ddp)
+        for hook, state in self._hooks:
+            if hook is None:
+                names.REGISTER_BUILTIN_HOOK.get(self._ddp)(state)
+            else:
+                self._ddp.register_comm_hook(state, hook)
+        manual = "require_manual_backward_finalization"
+        if getattr(self._ddp, manual, False):
+            # The module remembers it; setting it tells the Reducer.
+            setattr(self._ddp, manual, True)
+
+
+def _drop_reducer(ddp: DistributedDataParallel) -> None:
+    """Free the buckets of `ddp` before new ones are made.
+
+    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
+    would keep the Reducer alive, and so would its logger, which they have too.
+    """
+    names.REMOVE_AUTOGRAD_HOOKS.get(ddp)()
+    attributes = (names.REDUCER.name, names.LOGGER.name)
+    for owner in gc.get_referrers(names.REDUCER.get(ddp)):
+        if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
+            owner.update(dict.fromkeys(attributes))
+
+
+def make_reducer(
+    ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
+) -> None:
+    """Give `ddp` a Reducer for these, as DDP's constructor does; some may be frozen by now."""
+    is_sparse = [parameter.is_sparse for parameter in parameters]
+    named = {parameter.index: parameter.name for parameter in parameters}
+    with requiring_grad(tensors):
+        names.DDP_INIT_HELPER.get(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
+    keep_parameters(names.REDUCER.get(ddp), tensors, parameters)
+    if ddp.static_graph:
+        names.STATIC_ENQUEUED.set(False, ddp)
+        names.REDUCER_SET_STATIC.get(names.REDUCER.get(ddp))()
+        names.LOGGER_SET_STATIC.get(names.LOGGER.get(ddp))()
+
+
+def pass_first_steps(
+    ddp: DistributedDataParallel,
+    num_arrivals: Mapping[int, int],
+    gradients_of_zeros: Sequence[torch.Tensor | None],
+) -> None:
+    """Take a new Reducer to where any other is from its third step on. Collective.
+
+    Each Reducer does something once. In its first backward it notes the order in which gradients
+    arrive, and the next forward with gradients, also that of an evaluation, forms buckets by it and
+    has rank 0 broadcast them. With a static graph a backward comes before that, in which it counts
+    how often each gradient arrives, and reduces them all at the end. In the first steps of a
+    training all ranks do the same. Later one of them may run a forward alone, or differentiate by
+    its input, so here these steps are taken while all ranks are together: gradients of zeros
+    arrive, and are reduced. None of the program's hooks runs, and its gradients stay.
+
+    Args:
+        ddp: a module with a new Reducer, without comm hooks.
+        num_arrivals: how often each gradient arrives in a backward, by parameter index, in the
+            order in which buckets are to be formed. Without those that never arrive on this rank,
+            as there may be in a static graph.
+        gradients_of_zeros: what arrives, by parameter index; None for those to which DDP does not
+            give the ranks' average.
+    """
+    reducer = names.REDUCER.get(ddp)
+    arrive = names.AUTOGRAD_HOOK.get(reducer)
+    begin_backward = names.PREPARE_FOR_BACKWARD.get(reducer)
+    tensors = list(reducer_parameters(ddp))
+    gradients = [tensor.grad for tensor in tensors]
+
+    def arrive_all() -> None:
+        for index, num in num_arrivals.items():
+            for _ in range(num):
+                arrive(index)
+
+    try:
+        for tensor, zeros in zip(tensors, gradients_of_zeros, strict=True):
+            tensor.grad = zeros
+        if ddp.static_graph:
+            prepare_reducer(ddp)
+            begin_backward([])
+            arrive_all()  # are counted
+            names.DELAY_ALL_REDUCE.get(reducer)()
+            names.STATIC_ENQUEUED.set(True, ddp)
+            prepare_reducer(ddp)
+        begin_backward([])
+        # Within a backward, at whose end the Reducer waits for its allreduces.
+        run_in_backward(arrive_all)
+    finally:
+        for tensor, kept in zip(tensors, gradients, strict=True):
+            tensor.grad = kept
+    is_rebuilt = names.REBUILD_BUCKETS.get(reducer)()
+    assert is_rebuilt, "it has noted an order, and follows it"
+    names.HAS_REBUILT_BUCKETS.set(True, ddp)
+    note_first_steps_taken(reducer)

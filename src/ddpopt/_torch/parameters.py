@@ -1,0 +1,259 @@
+"""The parameters that a Reducer reduces, in its order, and their nodes in autograd."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt._torch import names
+from ddpopt._torch.reducer import (
+    TensorsOfBuckets,
+    ask_buckets,
+    follows_arrival_order,
+    logged_buckets,
+)
+from ddpopt.errors import TorchDriftError
+from ddpopt.reducer import Parameter
+
+
+class _Reduced(NamedTuple):
+    """A parameter, as it was when it was first asked for: the module may change afterwards."""
+
+    tensor: torch.Tensor
+    name: str
+    is_sparse: bool
+
+
+# The parameters of each Reducer, in its order. Plans made at different times have to speak of the
+# same parameters, so names stay, whatever the module calls them later. Each ends with its Reducer.
+_reduced: weakref.WeakKeyDictionary[Any, tuple[_Reduced, ...]]
+_reduced = weakref.WeakKeyDictionary()
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """The parameters that the Reducer reduces, in its order, shared ones once.
+
+    They are those that required gradients when it was made, even if they are frozen now, have
+    another name, or are in the module no more.
+
+    Raises:
+        TorchDriftError: it is not known in which order the Reducer has them.
+    """
+    reducer = names.REDUCER.get(ddp)
+    if reducer in _reduced:
+        return _describe(_reduced[reducer])
+    buckets = ask_buckets(ddp)
+    if buckets is None:  # ask again next time; they are those that still require gradients
+        trained = _required_tensors(ddp)
+        return _describe(_name(ddp, _kept_order(ddp, trained) or trained))
+    _reduced[reducer] = tuple(_name(ddp, _reducers_order(ddp, buckets)))
+    return _describe(_reduced[reducer])
+
+
+def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """The parameters that the Reducer would reduce if it were made now."""
+    return _describe(_name(ddp, _required_tensors(ddp)))
+
+
+def trains_any(ddp: DistributedDataParallel) -> bool:
+    """Whether a parameter that the Reducer reduces requires a gradient now."""
+    return any(tensor.requires_grad for tensor in reducer_parameters(ddp))
+
+
+def may_hold_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients may lie in the Reducer's buckets, where a new Reducer does not look."""
+    return bool(ddp.gradient_as_bucket_view) and has_gradients(ddp)
+
+
+def has_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether a parameter that is reduced has a gradient."""
+    return any(parameter.grad is not None for parameter in reducer_parameters(ddp))
+
+
+def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
+    """The parameters of both kinds, in the module's order; those that left it come last."""
+    wanted = dict.fromkeys([*reducer_parameters(ddp), *_required_tensors(ddp)])
+    ordered = [tensor for tensor in ddp.module.parameters() if tensor in wanted]
+    return _describe(_name(ddp, dict.fromkeys([*ordered, *wanted])))
+
+
+def plain_names(names_of_module: Iterable[str]) -> dict[str, str]:
+    """What parameters or buffers with these names are called, whatever is wrapped around modules.
+
+    `layers._orig_mod.0.weight` is `layers.0.weight`: a module is the same one if it is compiled, or
+    checkpointed by torch's wrapper, and ranks or plans may differ in that. Of several whose names
+    would become equal each keeps its own.
+    """
+    wrappers = {names.ORIG_MOD.name, names.CHECKPOINT_WRAPPED.text}
+    plain = {}
+    for name in names_of_module:
+        plain[name] = ".".join(part for part in name.split(".") if part not in wrappers)
+    num_of = collections.Counter(plain.values())
+    return {name: short if num_of[short] == 1 else name for name, short in plain.items()}
+
+
+def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """The names by which the module has its parameters now.
+
+    Those of `reducer_parameters` are `plain_names`, and may be older ones.
+    """
+    return {tensor: name for name, tensor in ddp.module.named_parameters()}
+
+
+def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list[_Reduced]:
+    """Find the names of tensors in the module, and make some for those that left it."""
+    name_of, named = names_now(ddp), []
+    plain_of = plain_names(name_of.values())
+    for index, tensor in enumerate(tensors):
+        name, is_sparse = name_of.get(tensor), False
+        if name is not None:
+            owner = ddp.module.get_submodule(name.rpartition(".")[0])
+            is_sparse = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and bool(owner.sparse)
+        called = f"parameter {index}, replaced" if name is None else plain_of[name]
+        named.append(_Reduced(tensor, called, is_sparse))
+    return named
+
+
+def _describe(reduced: Iterable[_Reduced]) -> dict[torch.Tensor, Parameter]:
+    described: dict[torch.Tensor, Parameter] = {}
+    for index, (tensor, name, is_sparse) in enumerate(reduced):
+        described[tensor] = Parameter(
+            index=index,
+            name=name,
+            num_bytes=tensor.nbytes,
+            group=f"{tensor.dtype} on {tensor.device}",
+            is_sparse=is_sparse,
+        )
+    return described
+
+
+def _reducers_order(
+    ddp: DistributedDataParallel, buckets: TensorsOfBuckets
+) -> Sequence[torch.Tensor]:
+    """The tensors in the Reducer's buckets in the order of its own list.
+
+    Nobody has that list. DDP keeps one of the module's parameters from its construction, but a copy
+    of a DDP module has the original's, and the module may have changed in between. So what is taken
+    is compared with the buckets.
+    """
+    members = [tensor for bucket in buckets for tensor in bucket]
+    logged = logged_buckets(ddp) if follows_arrival_order(ddp) else None
+    if logged is not None:  # rebuilt: the log has the numbers of what is in the buckets
+        indices = [index for bucket in logged for index in bucket]
+        if sorted(indices) == list(range(len(members))):
+            return [tensor for _, tensor in sorted(zip(indices, members, strict=True), key=_first)]
+    is_initial = not (follows_arrival_order(ddp) and names.HAS_REBUILT_BUCKETS.get(ddp))
+    if is_initial and len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
+        # Formed in order of registration, and then reversed.
+        return [tensor for bucket in reversed(buckets) for tensor in bucket]
+    orders = [_kept_order(ddp, members), _in_order(_required_tensors(ddp), members)]
+    for order in orders:
+        if order is not None and _could_be_formed(buckets, order):
+            return order
+    if not is_initial and orders[0] is not None:
+        # Rebuilt a moment ago, and not logged yet: `final_buckets` compares it with the log.
+        return orders[0]
+    raise TorchDriftError(
+        "a Reducer has other parameters than the module in DistributedDataParallel, or in another "
+        "order: make the DDP module after the last change of its parameters"
+    )
+
+
+def _first(pair: tuple[int, torch.Tensor]) -> int:
+    return pair[0]
+
+
+def _kept_order(
+    ddp: DistributedDataParallel, members: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return tensors in the order in which DDP's constructor found them; None if it lacks one."""
+    return _in_order(names.MODULE_PARAMETERS.get(ddp), members)
+
+
+def _in_order(
+    order: Iterable[torch.Tensor], members: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return `members` as `order` has them; None if it lacks one."""
+    wanted = set(members)
+    found = [tensor for tensor in order if tensor in wanted]
+    return found if len(found) == len(wanted) else None
+
+
+def _could_be_formed(buckets: TensorsOfBuckets, order: Sequence[torch.Tensor]) -> bool:
+    """Whether DDP may have formed these initial buckets of parameters in this order.
+
+    In each they are in that order, and buckets are sorted by their first, from last to first.
+    """
+    place_of = {tensor: place for place, tensor in enumerate(order)}
+    places = [[place_of[tensor] for tensor in bucket] for bucket in buckets]
+    firsts = [bucket[0] for bucket in places]
+    return all(bucket == sorted(bucket) for bucket in places) and firsts == sorted(firsts)[::-1]
+
+
+def _required_tensors(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
+    """Return what a Reducer that is made now would reduce, in its order."""
+    parameters: Sequence[torch.Tensor] = names.BUILD_PARAMS.get(ddp)()[0]
+    return parameters
+
+
+@contextlib.contextmanager
+def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Unfreeze parameters in this block; a frozen one has no node that accumulates its gradient.
+
+    The Reducer keeps the nodes of all that it reduces, so they stay the same as training goes on.
+    """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def accumulate_node(parameter: torch.Tensor) -> Any:
+    """The autograd node that accumulates a gradient; it lives while somebody holds it."""
+    with requiring_grad([parameter]):
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    return view.grad_fn.next_functions[0][0]
+
+
+def accumulate_nodes(result: torch.Tensor) -> list[Any]:
+    """The autograd nodes that accumulate the gradients of a result, each with its `variable`."""
+    found = []
+    nodes = [result.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # no other kind of node has it
+            found.append(node)
+        nodes += [before for before, _ in node.next_functions]
+    return found
+
+
+def gradient_hooks(leaf: torch.Tensor) -> list[dict[int, Any]]:
+    """The hooks of a leaf that a backward calls, in dictionaries that may be written to."""
+    rows = (names.TENSOR_HOOKS, names.ACCUMULATED_HOOKS)
+    return [hooks for row in rows if (hooks := row.get(leaf)) is not None]
+
+
+def keep_parameters(
+    reducer: Any, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
+) -> None:
+    """Remember what a Reducer was made with: nothing has to be asked, or to be guessed."""
+    _reduced[reducer] = tuple(
+        _Reduced(tensor, parameter.name, parameter.is_sparse)
+        for tensor, parameter in zip(tensors, parameters, strict=True)
+    )
