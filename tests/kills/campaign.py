@@ -19,6 +19,9 @@ _ROOM_LIMIT_S = 900.0
 # Where the tests of a module are not in the file that mirrors it.
 _TESTS_OF = {
     "_text.py": ("tests/test_text.py",),
+    "_torch/modes.py": ("tests/_torch/test_ddp.py", "tests/_torch/test_reducer_parameters.py"),
+    "_torch/new_reducer.py": ("tests/_torch/test_ddp.py", "tests/planning/test_rebucket.py"),
+    "_torch/parameters.py": ("tests/_torch/test_reducer_parameters.py",),
     "cli": ("tests/cli",),
     "planning/costs.py": (
         "tests/planning/test_costs.py",
