@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from unittest import mock
@@ -10,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _slots
-from ddpopt._slots import Slot, forget_until_reset
+from ddpopt._slots import Lifetime, Slot, forget_compiled
+from ddpopt._torch import replace_reducer
 
 
 def _ddp() -> DistributedDataParallel:
@@ -19,7 +21,7 @@ def _ddp() -> DistributedDataParallel:
 
 def test_a_module_without_a_value_has_a_new_default(one_rank: None) -> None:
     """A default is not stored, so that asking leaves nothing behind."""
-    slot = Slot(list[int], is_kept_at_reset=True)
+    slot = Slot(list[int], Lifetime.MODULE)
     first, second = _ddp(), _ddp()
     slot.get(first).append(1)
     assert slot.get(first) == []
@@ -28,7 +30,7 @@ def test_a_module_without_a_value_has_a_new_default(one_rank: None) -> None:
 
 
 def test_a_value_is_dropped_with_its_module(one_rank: None) -> None:
-    slot = Slot(nn.Module, is_kept_at_reset=True)
+    slot = Slot(nn.Module, Lifetime.MODULE)
     ddp, value = _ddp(), nn.Module()
     slot.set(ddp, value)
     reference = weakref.ref(value)
@@ -40,11 +42,27 @@ def test_a_value_is_dropped_with_its_module(one_rank: None) -> None:
     assert reference() is None
 
 
-def test_a_reset_clears_the_slots_that_are_not_kept(one_rank: None) -> None:
-    with mock.patch.object(_slots, "_until_reset", []):
-        kept, dropped = Slot(str, is_kept_at_reset=True), Slot(str, is_kept_at_reset=False)
+def test_a_reset_clears_what_goes_with_code_and_a_new_reducer_its_own(one_rank: None) -> None:
+    """A plan's buckets stay in force at a reset: they are the Reducer's."""
+    with mock.patch.object(_slots, "_of_code", []):
+        slots = {lifetime: Slot(str, lifetime) for lifetime in Lifetime}
         ddp = _ddp()
-        for slot in (kept, dropped):
+
+        def values() -> dict[Lifetime, str]:
+            return {lifetime: slot.get(ddp) for lifetime, slot in slots.items()}
+
+        for slot in slots.values():
             slot.set(ddp, "something")
-        forget_until_reset()
-        assert (kept.get(ddp), dropped.get(ddp)) == ("something", "")
+        forget_compiled()
+        expected = {Lifetime.MODULE: "something", Lifetime.REDUCER: "something", Lifetime.CODE: ""}
+        assert values() == expected
+        replace_reducer(ddp, [[0, 1]], [1000])
+        assert values() == {**expected, Lifetime.REDUCER: ""}
+        assert not any(slot.is_set(_ddp()) for slot in slots.values())
+
+
+def test_a_copy_begins_without_values(one_rank: None) -> None:
+    ddp = _ddp()
+    for slot in (Slot(str, lifetime) for lifetime in Lifetime):
+        slot.set(ddp, "something")
+        assert slot.get(copy.deepcopy(ddp)) == ""

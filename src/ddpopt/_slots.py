@@ -1,17 +1,32 @@
-"""What rooms keep of DDP modules: each its own, typed, and dropped with the module."""
+"""What rooms keep of DDP modules: each its own, typed, for one of three lifetimes.
+
+A copy of a module, deep or pickled, is another module: it begins without values.
+"""
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import _torch
+
 T = TypeVar("T")
 
-# Slots of this package, for the life of the process; what is in them ends with its module.
-_until_reset: list[Slot[Any]] = []
+
+class Lifetime(enum.Enum):
+    """When a module's value is dropped; with the module at the latest."""
+
+    MODULE = "with the module"
+    REDUCER = "when the module gets another Reducer"
+    CODE = "at torch._dynamo.reset(), which drops compiled code"
+
+
+# Slots of this package, for the life of the process; what is in them ends as `Lifetime` says.
+_of_code: list[Slot[Any]] = []
 
 
 class Slot(Generic[T]):
@@ -20,31 +35,39 @@ class Slot(Generic[T]):
     It must not hold the module, or neither would ever be freed.
     """
 
-    def __init__(self, default: Callable[[], T], *, is_kept_at_reset: bool) -> None:
-        """Make a slot; `default` makes the value of a module that has none.
-
-        What goes with compiled code is not kept at `torch._dynamo.reset()`, which drops that.
-        """
+    def __init__(self, default: Callable[[], T], lifetime: Lifetime) -> None:
+        """Make a slot; `default` makes the value of a module that has none."""
         self._default = default
-        self._values: weakref.WeakKeyDictionary[DistributedDataParallel, T]
-        self._values = weakref.WeakKeyDictionary()
-        if not is_kept_at_reset:
-            _until_reset.append(self)
+        self._is_of_reducer = lifetime is Lifetime.REDUCER
+        # By the module, or by its Reducer.
+        self._values: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
+        if lifetime is Lifetime.CODE:
+            _of_code.append(self)
 
     def get(self, ddp: DistributedDataParallel) -> T:
-        return self._values[ddp] if ddp in self._values else self._default()
+        key = self._key(ddp)
+        return self._values[key] if key in self._values else self._default()
 
     def set(self, ddp: DistributedDataParallel, value: T) -> None:
-        self._values[ddp] = value
+        self._values[self._key(ddp)] = value
 
-    def items(self) -> list[tuple[DistributedDataParallel, T]]:
-        return list(self._values.items())
+    def is_set(self, ddp: DistributedDataParallel) -> bool:
+        """Whether the module has a value of its own."""
+        return self._key(ddp) in self._values
+
+    def modules(self) -> list[DistributedDataParallel]:
+        """The modules that have a value of their own, in the order in which they got it."""
+        assert not self._is_of_reducer, "a Reducer does not tell its module"
+        return list(self._values)
 
     def clear(self) -> None:
         self._values.clear()
 
+    def _key(self, ddp: DistributedDataParallel) -> Any:
+        return _torch.reducer_of(ddp) if self._is_of_reducer else ddp
 
-def forget_until_reset() -> None:
+
+def forget_compiled() -> None:
     """Drop what goes with compiled code, as `torch._dynamo.reset()` drops that."""
-    for slot in _until_reset:
+    for slot in _of_code:
         slot.clear()

@@ -18,7 +18,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt.checks import first_step
@@ -247,7 +247,7 @@ def _watch_first_forward(_: DistributedDataParallel) -> Subscriber:
 
 
 # Modules of which it was said that Dynamo compiles nothing of them, or need not be.
-_are_warned_of: Slot[bool] = Slot(bool, is_kept_at_reset=True)
+_are_warned_of: Slot[bool] = Slot(bool, Lifetime.MODULE)
 
 
 def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -> None:

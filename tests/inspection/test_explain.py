@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -19,6 +20,7 @@ from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
 from tests.support.cuts import only_cut
 from tests.support.models import MLP, WIDTH, Broken
+from tests.support.plans import SIZES_OF_MLP, plan_of
 
 CAP_MB = 0.0316  # two layers fill a bucket, whether a weight or its bias comes first
 
@@ -308,3 +310,13 @@ def test_a_frozen_model_with_sparse_gradients_is_explained(one_rank: None) -> No
     for _ in range(3):  # in which the Reducer is asked
         compiled(words)
     assert {bucket.actual for bucket in ddpopt.explain(ddp).buckets} == {()}
+
+
+def test_a_plan_stays_in_force_and_is_shown_after_a_reset(one_rank: None) -> None:
+    """It is the Reducer's; once that is another one, it is nobody's."""
+    ddp = DistributedDataParallel(MLP())
+    plan = plan_of(ddp.module, SIZES_OF_MLP)
+    ddpopt.rebucket(ddp, plan)
+    torch._dynamo.reset()
+    assert ddpopt.explain(ddp).bucket_plan == plan
+    assert ddpopt.explain(copy.deepcopy(ddp)).bucket_plan is None

@@ -17,6 +17,11 @@ def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
+def reducer_of(ddp: DistributedDataParallel) -> Any:
+    """The Reducer that a module has now; None after a change of buckets that broke off."""
+    return names.REDUCER.get(ddp)
+
+
 def log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
     """Return what DDP has logged about the module's current Reducer."""
     return names.GET_LOGGING_DATA.get(ddp)()

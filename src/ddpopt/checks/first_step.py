@@ -5,12 +5,11 @@ The backend calls `before_forward` and `after_forward` around forwards of DDP mo
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._torch import Forward
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.checks.verify import BrokenOffError, verify
@@ -20,7 +19,7 @@ from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL
 
 # The modules that were verified, or of which a line said why they were not. It is once for each.
-_settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_is_settled: Slot[bool] = Slot(bool, Lifetime.MODULE)
 
 
 def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
@@ -63,14 +62,14 @@ def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
 
 
 def _is_due(ddp: DistributedDataParallel) -> bool:
-    if not config.verify or ddp in _settled or state.is_copy(ddp):  # `verify` steps on copies
+    if not config.verify or _is_settled.get(ddp) or state.is_copy(ddp):  # `verify` steps on copies
         return False
     return torch.is_grad_enabled() and any(p.requires_grad for p in ddp.parameters())
 
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: Forward) -> None:
     """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
-    _settled.add(ddp)
+    _is_settled.set(ddp, True)
     try:
         outcome = verify(model, Batch(forward.arguments, forward.keywords))
     except (BrokenOffError, DisagreementError):
@@ -96,7 +95,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
 
 
 def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
-    _settled.add(ddp)
+    _is_settled.set(ddp, True)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "
         "training goes on: %s; to verify it, %s",

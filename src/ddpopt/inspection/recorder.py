@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import count, format_bytes
 from ddpopt._torch import Forward
 from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
@@ -53,7 +53,7 @@ _NO_STEPS = (
 
 
 # The last one of each module.
-_recordings: Slot[Recording | None] = Slot(lambda: None, is_kept_at_reset=False)
+_recordings: Slot[Recording | None] = Slot(lambda: None, Lifetime.CODE)
 
 
 def recording_of(ddp: DistributedDataParallel) -> Recording | None:

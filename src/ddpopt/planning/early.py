@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import format_bytes, shorten
 from ddpopt._torch import Forward
 from ddpopt.errors import Reason
@@ -38,7 +38,7 @@ _STILL_TO_COME = 0.1
 _ENOUGH = 0.5
 
 # Whether the warning was given; once for each module.
-_are_told: Slot[bool] = Slot(bool, is_kept_at_reset=True)
+_are_told: Slot[bool] = Slot(bool, Lifetime.MODULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

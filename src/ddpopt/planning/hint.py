@@ -10,7 +10,7 @@ import statistics
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import format_ms
 from ddpopt._torch import Forward
 from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
@@ -24,7 +24,7 @@ _MUCH_EXPOSED = 0.1
 _STEPS = range(5, 11)
 
 # The hint, "" if there is none to give, and None until somebody has begun to watch for it.
-_hints: Slot[str | None] = Slot(lambda: None, is_kept_at_reset=True)
+_hints: Slot[str | None] = Slot(lambda: None, Lifetime.MODULE)
 
 
 def hint_of(ddp: DistributedDataParallel) -> str:

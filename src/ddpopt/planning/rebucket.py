@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt._values import check_kind
@@ -34,11 +34,11 @@ from ddpopt.steps.forwards import (
     will_communicate,
 )
 
-# The plan that is applied, if any.
-_plans: Slot[BucketPlan | None] = Slot(lambda: None, is_kept_at_reset=False)
+# The plan that the Reducer was made for, if any.
+_plans: Slot[BucketPlan | None] = Slot(lambda: None, Lifetime.REDUCER)
 # Hooks that make a backward raise until the next forward; after it, with a static graph, one that
 # looks at what has come of the first backward.
-_guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), is_kept_at_reset=True)
+_guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), Lifetime.MODULE)
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
@@ -328,7 +328,6 @@ def take_back(
     """
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
-    _plans.set(ddp, None)
 
 
 def _replace_reducer(

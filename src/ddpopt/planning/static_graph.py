@@ -20,7 +20,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.split import state
@@ -36,7 +36,7 @@ from ddpopt.steps.observing import observing
 
 # By parameter index, of this rank; None until it is known. It stays when compiled code goes, since
 # a graph that changes is an error in DDP.
-_num_arrivals: Slot[Mapping[int, int] | None] = Slot(lambda: None, is_kept_at_reset=True)
+_num_arrivals: Slot[Mapping[int, int] | None] = Slot(lambda: None, Lifetime.MODULE)
 
 
 def watch(ddp: DistributedDataParallel) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import socket
 import statistics
-import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
 from ddpopt.split import state
@@ -25,8 +25,7 @@ _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward 
 
 # How many stopwatches each module has had whose first backward has ended. A module has one process
 # group for life, so ranks count alike.
-_num_measured: weakref.WeakKeyDictionary[DistributedDataParallel, int]
-_num_measured = weakref.WeakKeyDictionary()
+_num_measured: Slot[int] = Slot(int, Lifetime.MODULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +67,8 @@ class Stopwatch(StepTimer):
         if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
-            _num_measured[ddp] = _num_measured.get(ddp, 0) + 1
-            self.key = f"ddpopt/buckets/{digest}/{number_of(ddp)}/{_num_measured[ddp]}"
+            _num_measured.set(ddp, _num_measured.get(ddp) + 1)
+            self.key = f"ddpopt/buckets/{digest}/{number_of(ddp)}/{_num_measured.get(ddp)}"
 
     def finish(self) -> None:
         """Return when the device has run all that was queued."""

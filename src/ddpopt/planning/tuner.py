@@ -34,7 +34,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Slot
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import quote
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
@@ -468,14 +468,14 @@ class _IdleForwards:
 
 
 # A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
-_tuners: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=True)
+_tuners: Slot[_Tuner | None] = Slot(lambda: None, Lifetime.MODULE)
 # The tuners of modules for which code was compiled since the last reset.
-_tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, is_kept_at_reset=False)
+_tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, Lifetime.CODE)
 
 
 def _num_searches(group: object) -> int:
     """How many modules of a process group have yet to meet."""
-    of_group = [tuner for ddp, tuner in _tuners.items() if ddp.process_group is group]
+    of_group = [_tuners.get(ddp) for ddp in _tuners.modules() if ddp.process_group is group]
     return sum(tuner is not None and not tuner.is_done for tuner in of_group)
 
 

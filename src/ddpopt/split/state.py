@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._slots import forget_until_reset
+from ddpopt._slots import forget_compiled
 from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
@@ -388,7 +388,7 @@ def forget_all() -> None:
     global has_drifted  # noqa: PLW0603  # see note_drift
     for state in list(_states.values()):
         state.forget()
-    forget_until_reset()
+    forget_compiled()
     has_drifted = False
 
 

@@ -6,7 +6,6 @@ A module without subscribers of its own pays one dictionary lookup a forward.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.steps.observing import report
@@ -56,8 +56,7 @@ _subscribers_to_all: list[Subscriber] = []
 # Functions that are asked once for each module.
 _interests: list[_Interest] = []
 # The subscribers to each module, in the order in which they are told.
-_subscriptions: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[_Subscription, ...]]
-_subscriptions = weakref.WeakKeyDictionary()
+_subscriptions: Slot[tuple[_Subscription, ...]] = Slot(tuple, Lifetime.MODULE)
 # Whether forwards are reported in this process.
 _are_reported = False
 # The problems that were warned of; each is told once.
@@ -99,7 +98,7 @@ def ask_at_first(interest: _Interest) -> None:
     if interest in _interests:
         return
     _interests.append(interest)
-    for ddp in list(_subscriptions):
+    for ddp in _subscriptions.modules():
         subscriber = interest(ddp)
         if subscriber is not None:
             subscribe(ddp, subscriber)
@@ -118,18 +117,18 @@ def subscribe(
     else:
         subscriptions.append(new)
     subscriptions.sort(key=lambda subscription: subscription.turn)  # equals keep their order
-    _subscriptions[ddp] = tuple(subscriptions)
+    _subscriptions.set(ddp, tuple(subscriptions))
 
 
 def unsubscribe(ddp: DistributedDataParallel, kind: type[Subscriber]) -> None:
     """Remove the subscriber of this class."""
-    subscriptions = _subscriptions_of(ddp)
-    _subscriptions[ddp] = tuple(s for s in subscriptions if type(s.subscriber) is not kind)
+    others = [s for s in _subscriptions_of(ddp) if type(s.subscriber) is not kind]
+    _subscriptions.set(ddp, tuple(others))
 
 
 def find_subscriber(ddp: DistributedDataParallel, kind: type[_S]) -> _S | None:
     """The subscriber of this class to a module's forwards, None if there is none."""
-    for subscription in _subscriptions.get(ddp, ()):
+    for subscription in _subscriptions.get(ddp):
         if type(subscription.subscriber) is kind:
             return subscription.subscriber
     return None
@@ -137,7 +136,7 @@ def find_subscriber(ddp: DistributedDataParallel, kind: type[_S]) -> _S | None:
 
 def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP module around a module, once its forward has run; the newest of several."""
-    for ddp in reversed(list(_subscriptions)):
+    for ddp in reversed(_subscriptions.modules()):
         if ddp.module is module:
             return ddp
     return None
@@ -179,9 +178,8 @@ def _tell(
 
 
 def _subscriptions_of(ddp: DistributedDataParallel) -> tuple[_Subscription, ...]:
-    subscriptions = _subscriptions.get(ddp)
-    if subscriptions is None:  # its first forward
+    if not _subscriptions.is_set(ddp):  # its first forward
         found = [interest(ddp) for interest in _interests]
-        subscriptions = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
-        _subscriptions[ddp] = subscriptions
-    return subscriptions
+        first = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
+        _subscriptions.set(ddp, first)
+    return _subscriptions.get(ddp)

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._slots import Lifetime, Slot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.steps.forwards import Subscriber, unsubscribe, will_communicate
 from ddpopt.steps.observing import observing
 
-# Each ends with its module, which has one process group for life.
-_numbers: weakref.WeakKeyDictionary[DistributedDataParallel, int]
-_numbers = weakref.WeakKeyDictionary()
+# A module has one process group for life.
+_numbers: Slot[int] = Slot(int, Lifetime.MODULE)
 # How many modules have a number, by their process group: not by its name, which the next group of a
 # process that lives on has again, with ranks that begin to count.
 _num_modules: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -39,7 +39,7 @@ _num_modules: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def number_of(ddp: DistributedDataParallel) -> int:
     """The module's number, 0 before it has reduced gradients."""
-    return _numbers.get(ddp, 0)
+    return _numbers.get(ddp)
 
 
 def number_at_first(_: DistributedDataParallel) -> Subscriber:
@@ -76,7 +76,7 @@ class _Numbering(Subscriber):
             hook.remove()
         self._hooks, self._nodes = [], []
         ddp = ddp_ref()
-        if ddp is not None and ddp not in _numbers:
+        if ddp is not None and not _numbers.is_set(ddp):
             group = ddp.process_group
             _num_modules[group] = _num_modules.get(group, 0) + 1
-            _numbers[ddp] = _num_modules[group]
+            _numbers.set(ddp, _num_modules[group])
