@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _traced
+from ddpopt._indices import ParameterIndex, numbered
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import (
     compiled_functions,
@@ -90,8 +91,10 @@ _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 _rebuilt_here: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
-    """The Reducer's final buckets by parameter index, None if DDP does not tell (yet).
+def final_buckets(
+    ddp: DistributedDataParallel,
+) -> tuple[tuple[ParameterIndex, ...], ...] | None:
+    """The Reducer's final buckets, None if DDP does not tell (yet).
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
     its initial buckets, or was taken through its first steps here, reports them itself.
@@ -121,12 +124,15 @@ def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] |
     return logged
 
 
-def _logged_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+def _logged_buckets(
+    ddp: DistributedDataParallel,
+) -> tuple[tuple[ParameterIndex, ...], ...] | None:
     """The rebuilt buckets as DDP's log has them, None without."""
     logged = _log_of(ddp).get(names.REBUILT_BUCKETS.text)
     if not logged:
         return None
-    return tuple(tuple(map(int, bucket.split())) for bucket in logged.split(","))
+    buckets = [map(int, bucket.split()) for bucket in logged.split(",")]
+    return tuple(tuple(map(ParameterIndex, bucket)) for bucket in buckets)
 
 
 def _log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
@@ -268,7 +274,7 @@ def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list
 
 def _describe(reduced: Iterable[_Reduced]) -> dict[torch.Tensor, Parameter]:
     described: dict[torch.Tensor, Parameter] = {}
-    for index, (tensor, name, is_sparse) in enumerate(reduced):
+    for index, (tensor, name, is_sparse) in numbered(ParameterIndex, reduced):
         described[tensor] = Parameter(
             index=index,
             name=name,
@@ -425,7 +431,7 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(names.DELAYED_PARAMS.get(ddp))
 
 
-def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[int, ...]:
+def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[ParameterIndex, ...]:
     """The parameters, by index, whose gradient makes DDP reduce the delayed ones."""
     if not has_delayed_parameters(ddp):
         return ()
@@ -724,12 +730,12 @@ def _raise(problem: Exception | None) -> None:
 
 def replace_reducer(
     ddp: DistributedDataParallel,
-    buckets: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[ParameterIndex]],
     caps_bytes: Sequence[int],
-    num_arrivals: Mapping[int, int] | None = None,
+    num_arrivals: Mapping[ParameterIndex, int] | None = None,
     settle: Callable[[Exception | None], None] = _raise,
 ) -> None:
-    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order. Collective.
+    """Give `ddp` a new Reducer with these buckets, in launch order. Collective.
 
     It has the same comm hook and options, see `GIVEN_BY`. Its first steps are behind it, so that
     it takes part in nothing that the one before would not: see `pass_first_steps`.
@@ -786,15 +792,15 @@ def replace_reducer(
 class _Formation(NamedTuple):
     """How a Reducer gets its buckets."""
 
-    # By parameter index, in launch order. None if the Reducer does not tell those that it has: one
+    # In launch order. None if the Reducer does not tell those that it has: one
     # like it forms them as DDP's constructor does.
-    buckets: Sequence[Sequence[int]] | None
+    buckets: Sequence[Sequence[ParameterIndex]] | None
     # DDP's two attributes with the limits of buckets; the second one is None where torch lacks it.
     caps_bytes: Sequence[int]
     config: Any
     # How often each gradient arrives in the Reducer's first steps, in the order of arrival; None if
     # it takes these steps in training.
-    num_arrivals: Mapping[int, int] | None
+    num_arrivals: Mapping[ParameterIndex, int] | None
 
 
 class _Change:
@@ -806,9 +812,9 @@ class _Change:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        buckets: Sequence[Sequence[int]],
+        buckets: Sequence[Sequence[ParameterIndex]],
         caps_bytes: Sequence[int],
-        num_arrivals: Mapping[int, int] | None,
+        num_arrivals: Mapping[ParameterIndex, int] | None,
     ) -> None:
         if unknown := find_unknown_hook(ddp):
             raise PlanError(unknown)
@@ -832,7 +838,7 @@ class _Change:
         arrivals = self._arrivals(buckets, num_arrivals)
         self.after = _Formation(buckets, list(caps_bytes), config, arrivals)
 
-    def _present_formation(self, num_arrivals: Mapping[int, int] | None) -> _Formation:
+    def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> _Formation:
         ddp, buckets, arrivals = self._ddp, None, None
         if (asked := _ask_buckets(ddp)) is not None:
             buckets = []
@@ -844,8 +850,10 @@ class _Change:
         return _Formation(buckets, list(names.CAPS_BYTES.get(ddp)), config, arrivals)
 
     def _arrivals(
-        self, buckets: Sequence[Sequence[int]], num_arrivals: Mapping[int, int] | None
-    ) -> Mapping[int, int] | None:
+        self,
+        buckets: Sequence[Sequence[ParameterIndex]],
+        num_arrivals: Mapping[ParameterIndex, int] | None,
+    ) -> Mapping[ParameterIndex, int] | None:
         """The arrivals of a Reducer's first steps; None if it is to take these in training."""
         # One that looks for unused parameters keeps the buckets that it is made with.
         if not follows_arrival_order(self._ddp):
@@ -935,7 +943,7 @@ def make_reducer(
 
 def pass_first_steps(
     ddp: DistributedDataParallel,
-    num_arrivals: Mapping[int, int],
+    num_arrivals: Mapping[ParameterIndex, int],
     gradients_of_zeros: Sequence[torch.Tensor | None],
 ) -> None:
     """Take a new Reducer to where any other is from its third step on. Collective.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import Slot
 from ddpopt._text import format_bytes, shorten
 from ddpopt._torch import Forward
@@ -101,7 +102,9 @@ def find_departures(
     # What backward runs, in that order: the graph and how many calls it has. A graph that stays
     # whole counts by the calls of its forward, others by those of what was cut: a rough measure.
     units: list[tuple[Cut, int]] = []
-    place_of: dict[int, int] = {}  # the last unit that has a part of each parameter's gradient
+    place_of: dict[
+        ParameterIndex, int
+    ] = {}  # the last unit that has a part of each parameter's gradient
     for cut, used in reversed(runs):
         sections = cut.sections or (cut.as_one_section(),)
         if cut.split == "forward":

@@ -431,8 +431,7 @@ class _Tuner(Subscriber):
 class _Change(NamedTuple):
     """A change of buckets that is to be judged: what there was before, and what was predicted."""
 
-    # By parameter index.
-    buckets_before: Sequence[Sequence[int]]
+    buckets_before: state.Buckets
     # What each rank measured; empty on all ranks but the first, which judges by it.
     measured_before: Sequence[Measured]
     caps_bytes_before: Sequence[int]

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import Argument, Call, Memory, Slot, numbered
 from ddpopt.split.facts import (
     ReachableMemory,
     gradient_nodes,
@@ -43,7 +44,7 @@ from ddpopt.split.sections import BackwardSections
 # ---- The token -------------------------------------------------------------------------------
 
 
-def add_token(gm: fx.GraphModule, watched: Sequence[int] = ()) -> None:
+def add_token(gm: fx.GraphModule, watched: Sequence[Argument] = ()) -> None:
     """Add the token as last input and, so that it gets a gradient, a copy of it as last output.
 
     On the token's way through the graph it is noted when the gradients of the arguments `watched`
@@ -71,7 +72,9 @@ def return_token_itself(forward: fx.GraphModule) -> None:
     forward.recompile()
 
 
-def drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> list[int | None]:
+def drop_token_gradient(
+    backward: fx.GraphModule, token_argument: Argument
+) -> list[Argument | None]:
     """Have a backward return None for the token; return which argument each gradient is for.
 
     What the token gets is not a value of the graph: it is the run's handle, see `gates.py`.
@@ -96,14 +99,14 @@ class Flow:
     then gradients. Slots below the number of the whole graph's inputs are those inputs.
     """
 
-    takes: tuple[int, ...]
-    # The slots that are emptied when the section runs: no later one reads them.
-    drops: tuple[int, ...]
-    keeps: tuple[int, ...]
+    takes: tuple[Slot, ...]
+    # The slots that are emptied when the section runs: no later section reads them.
+    drops: tuple[Slot, ...]
+    keeps: tuple[Slot, ...]
     # The arguments of the forward to which the gradients belong.
-    releases: tuple[int, ...]
+    releases: tuple[Argument, ...]
     # Of `takes`: what no hook may have written to since this backward began.
-    watches: tuple[int, ...]
+    watches: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,7 @@ def make_section_graphs(
     # Which values are kept between sections, and for how long.
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
-    slot_of = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
+    slot_of = {node: slot for slot, node in numbered(Slot, [*inputs, *itertools.chain(*kept)])}
     held_outside = {node for node in inputs if _torch.is_held_outside(node)}
     tangents = {node for node in inputs if _torch.is_tangent(node)}
     tangents_last_taken = max((last_taken.get(node, 0) for node in tangents), default=0)
@@ -244,7 +247,7 @@ def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def _with_snapshots(
     gm: fx.GraphModule,
-    late_reads: Mapping[int, AbstractSet[int]],
+    late_reads: Mapping[Call, AbstractSet[Memory]],
     reachable: ReachableMemory,
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """A copy of a graph in which these calls read snapshots of this memory.
@@ -259,7 +262,7 @@ def _with_snapshots(
     output.meta = dict(original_output.meta)
     calls = [copies[node] for node in call_nodes(gm.graph)]
     repeats = {copies[node] for node in repeats_of(gm)}
-    in_snapshots = frozenset().union(*late_reads.values())
+    in_snapshots = frozenset[Memory]().union(*late_reads.values())
     made: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
@@ -268,7 +271,7 @@ def _with_snapshots(
                 snapshots[placeholder], *views = _snapshot(graph, placeholder, made)
             repeats.update(views)
 
-    def snapshot_of(node: fx.Node, read: AbstractSet[int]) -> fx.Node:
+    def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
         """The same value as a node's, in the memory of snapshots where it is one of `read`."""
         if node in snapshots and reachable.find(node) in read:
             return snapshots[node]
@@ -340,7 +343,7 @@ def _value_of(argument: Any) -> Any:
 def compile_backward_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
-    saved: Collection[int],
+    saved: Collection[Slot],
     compile_section: _torch.CompileSection,
     graph: str,
 ) -> tuple[list[Callable[..., Any]], list[int]]:
@@ -354,8 +357,8 @@ def compile_backward_sections(
         NotCutError: the inner compiler raised.
     """
     compiled: list[Callable[..., Any]] = []
-    place_by_identity: dict[object, int] = {}
-    places = []
+    number_by_identity: dict[object, int] = {}
+    numbers = []
     compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
         placeholders = section.graph.graph.find_nodes(op="placeholder")
@@ -369,13 +372,13 @@ def compile_backward_sections(
         identity = _identity(section.graph, values, are_saved)
         if identity is None:
             identity = index  # equal to no other
-        if identity not in place_by_identity:
-            place_by_identity[identity] = len(compiled)
+        if identity not in number_by_identity:
+            number_by_identity[identity] = len(compiled)
             compile_it = functools.partial(compile_section, section.graph, values, origins)
             description = f"backward section {index} of {len(sections)}"
             compiled.append(compiler.compile(index, description, compile_it))
-        places.append(place_by_identity[identity])
-    return compiled, places
+        numbers.append(number_by_identity[identity])
+    return compiled, numbers
 
 
 def _identity(

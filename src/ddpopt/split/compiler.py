@@ -33,6 +33,7 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._indices import Argument, Call, ParameterIndex, Place, SectionIndex, Slot, numbered
 from ddpopt._text import source_digest
 from ddpopt.errors import DisagreementError, NotCutError, Reason, TorchDriftError
 from ddpopt.options import Options
@@ -45,7 +46,7 @@ from ddpopt.reducer import (
 from ddpopt.split import state
 from ddpopt.split.arrival import (
     Others,
-    final_positions,
+    final_places,
     frame_module,
     has_twin,
     order_arrival,
@@ -95,7 +96,7 @@ from ddpopt.split.nodes import (
 )
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
 from ddpopt.split.releases import ReleaseOrder, mark_functions
-from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
+from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
 from ddpopt.split.sections import (
     choose_backward_sections,
     choose_forward_sections,
@@ -110,7 +111,7 @@ def compile_under_ddp(
     ddp: DistributedDataParallel,
     options: Options,
     start: StartOnModule,
-) -> Call:
+) -> CompiledCall:
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
     Further modules may run the result; each is given to `start` first. It raises what compiling the
@@ -161,7 +162,7 @@ def compile_whole(
     options: Options,
     refusal: NotCutError,
     start: StartOnModule = lambda _: None,
-) -> Call:
+) -> CompiledCall:
     """Compile a graph whole, for a named reason; `start` as for `compile_under_ddp`."""
     cut = dataclasses.replace(_new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
     text = GraphText()
@@ -189,7 +190,7 @@ def _make_runner(
     options: Options,
     start: StartOnModule,
     cut_for: state.CutFor,
-    arrives_last: Sequence[int] = (),
+    arrives_last: Sequence[ParameterIndex] = (),
 ) -> GraphRunner:
     """Make the runner of a compiled graph, register it with the module, and log the cut."""
     runner = GraphRunner(
@@ -243,7 +244,7 @@ class _StoredCut:
     # backward that stays whole has none.
     sections: Sequence[tuple[int, Flow]]
     # The argument to which each gradient that AOTAutograd expects belongs.
-    argument_of_output: Sequence[int | None]
+    argument_of_output: Sequence[Argument | None]
 
 
 class _Result(NamedTuple):
@@ -251,7 +252,7 @@ class _Result(NamedTuple):
 
     cut: Cut
     text: GraphText
-    call: Call | None
+    call: CompiledCall | None
 
 
 class GraphCompiler:
@@ -274,10 +275,10 @@ class GraphCompiler:
         self._gm = gm
         # AOTAutograd may keep this object: of the first batch it has no more than this.
         self._num_inputs = len(example_inputs)
-        # The positions of those that are parameters, and whether each is trained.
+        # The arguments that are parameters, and whether each is trained.
         self._parameters = {
-            place: value.requires_grad
-            for place, value in enumerate(example_inputs)
+            argument: value.requires_grad
+            for argument, value in numbered(Argument, example_inputs)
             if isinstance(value, nn.Parameter)
         }
         self._options = options
@@ -291,15 +292,16 @@ class GraphCompiler:
         self._reduced = list(reduced.values())
         trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
         indices_of = parameters_of(self._copy, example_inputs, trained)
-        # Which argument of the graph brings in each parameter, by the parameter's index.
-        self.argument_of: dict[int, int] = {}
-        for argument, node in enumerate(self._copy.graph.find_nodes(op="placeholder")):
+        # Which argument of the graph brings in each parameter.
+        self.argument_of: dict[ParameterIndex, Argument] = {}
+        placeholders = self._copy.graph.find_nodes(op="placeholder")
+        for argument, node in numbered(Argument, placeholders):
             for index in indices_of.get(node, ()):
                 self.argument_of[index] = argument
 
-        # The parameters of graphs that run after and before it under the same module, as far as
-        # they are known. Those arrive before and after its own.
-        self._later, self._earlier = self._state.arrival_around(self._name)
+        # Backward is forward reversed: parameters of graphs that run after this one in the module's
+        # forward arrive before its own, those of graphs that run before it arrive after.
+        self._arrives_before, self._arrives_after = self._state.arrival_around(self._name)
         name_of = _torch.names_now(ddp)
         path_of = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
         module_path = frame_module(
@@ -318,7 +320,7 @@ class GraphCompiler:
         }
         self._of_root = sorted(of_root)
 
-        self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
+        self._facts = read_forward(self._copy, indices_of, {p.index for p in self._arrives_after})
         self._empty_cut = dataclasses.replace(
             _new_cut(gm, options), is_shared=has_twin(ddp.module, module_path)
         )
@@ -329,7 +331,7 @@ class GraphCompiler:
         # When AOTAutograd's trace of the backward released each gradient.
         self._release_order = ReleaseOrder(())
         # The arguments that go straight into each `autograd.Function` of the graph, by its number.
-        self._function_arguments: Mapping[int, frozenset[int]] = {}
+        self._function_arguments: Mapping[int, frozenset[Argument]] = {}
         # AOTAutograd's callbacks leave these for each other, and for `_cut_backward`.
         self._forward_outputs: Sequence[ForwardOutput] = ()
         self._stored: _StoredCut | None = None
@@ -381,18 +383,23 @@ class GraphCompiler:
 
     # ---- Which buckets -----------------------------------------------------------------------
 
-    def _predict(self, place: Mapping[int, float]) -> Cut:
+    def _predict(self, lateness: Mapping[ParameterIndex, float]) -> Cut:
         """A cut without sections: the Reducer's buckets, and the order in which gradients arrive.
 
-        `place` says how late in backward the gradient of each parameter is final, by index.
+        `lateness` says how late in backward the gradient of each parameter is final.
         """
         rules = self._state.rules
-        place = dict(place)
+        lateness = dict(lateness)
         for index in rules.arrives_last:
-            if index in place:
-                place[index] = math.inf
+            if index in lateness:
+                lateness[index] = math.inf
         arrival = order_arrival(
-            self._reduced, place, self._later, self._earlier, self._others, self._of_root
+            self._reduced,
+            lateness,
+            self._arrives_before,
+            self._arrives_after,
+            self._others,
+            self._of_root,
         )
         # Buckets come from three sources: those that the Reducer will be given soon (expected),
         # those that it has now (actual), and those that it will form by its rules (predicted). The
@@ -401,7 +408,7 @@ class GraphCompiler:
         actual = self._state.buckets
         if expected is not None:
             arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
-        arrival_here = tuple(parameter for parameter in arrival if parameter.index in place)
+        arrival_here = tuple(parameter for parameter in arrival if parameter.index in lateness)
         if self._empty_cut.is_shared:
             # Modules that run the same code have other parameters around it.
             buckets = predict_buckets(arrival_here, rules)
@@ -465,7 +472,7 @@ class GraphCompiler:
         self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
         differentiated = [
             argument
-            for argument, value in enumerate(example_inputs)
+            for argument, value in numbered(Argument, example_inputs)
             if isinstance(value, torch.Tensor) and value.requires_grad
         ]
         self._function_arguments = mark_functions(traced)
@@ -496,7 +503,12 @@ class GraphCompiler:
             "argument of each parameter": self.argument_of,
             "arguments that are parameters": sorted(self._parameters.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
-            "neighbours": (self._later, self._earlier, self._others, self._of_root),
+            "neighbours": (
+                self._arrives_before,
+                self._arrives_after,
+                self._others,
+                self._of_root,
+            ),
             "how the Reducer forms buckets": self._state.rules,
             "buckets now": _as_tuples(self._state.buckets),
             # Cuts are finer while better buckets are searched for.
@@ -520,7 +532,9 @@ class GraphCompiler:
         """
         _torch.check_backward(backward)
         refuse_linked_calls(backward)
-        argument_of_output = drop_token_gradient(backward, token_argument=self._num_inputs)
+        argument_of_output = drop_token_gradient(
+            backward, token_argument=Argument(self._num_inputs)
+        )
         _torch.restride(backward, inputs)
         devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
@@ -532,9 +546,9 @@ class GraphCompiler:
         # are yet to run, and a hook may then update it.
         made_here = gradient_nodes(backward).keys()
         unwritten = {
-            place
-            for place, is_trained in self._parameters.items()
-            if place in made_here or not is_trained
+            argument
+            for argument, is_trained in self._parameters.items()
+            if argument in made_here or not is_trained
         }
         order = self._release_order
         num_released_before = {argument: order.num_before(argument) for argument in made_here}
@@ -543,7 +557,7 @@ class GraphCompiler:
             self._empty_cut = dataclasses.replace(
                 self._empty_cut, order=self._order_of_backward(backward, facts)
             )
-        final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
+        final = final_places(facts, self.argument_of, {p.index for p in self._arrives_after})
         cut = dataclasses.replace(self._predict(final), split="backward")
         buckets = self._buckets_to_cut_at(cut)
         try:
@@ -569,7 +583,7 @@ class GraphCompiler:
             sections,
             reachable,
             self.argument_of,
-            parameters=unwritten,
+            unwritten=unwritten,
             releases=releases,
         )
         text = _text_of_backward(sections)
@@ -578,15 +592,15 @@ class GraphCompiler:
         show(self._gm, cut, text, graphs)
 
         placeholders = backward.graph.find_nodes(op="placeholder")
-        saved = {k for k, node in enumerate(placeholders) if not _torch.is_tangent(node)}
-        compiled, places = compile_backward_sections(
+        saved = {slot for slot, node in numbered(Slot, placeholders) if not _torch.is_tangent(node)}
+        compiled, numbers = compile_backward_sections(
             sections, inputs, saved, compile_section, self._name
         )
         flows = [section.flow for section in sections]
         stored = _StoredCut(
             cut=cut,
             text=text,
-            sections=list(zip(places, flows, strict=True)),
+            sections=list(zip(numbers, flows, strict=True)),
             argument_of_output=argument_of_output,
         )
         return compiled, stored
@@ -595,7 +609,7 @@ class GraphCompiler:
         """The digest of the order in which a backward communicates and releases gradients."""
         collectives = {
             call: name_of(node)
-            for call, node in enumerate(call_nodes(backward.graph))
+            for call, node in numbered(Call, call_nodes(backward.graph))
             if facts.communicates[call]
         }
         releases = {
@@ -618,20 +632,20 @@ class GraphCompiler:
             return whole  # type: ignore[no-any-return]  # a compiled graph, which has no type
         sections = [
             CompiledSection(
-                call=compiled[place],
+                call=compiled[number],
                 flow=flow,
-                label=Label(self._name, index),
+                label=Label(self._name, section),
                 # AOTAutograd's own node does this for the first section.
-                without_autocast=self._was_autocast_on and index > 0,
+                without_autocast=self._was_autocast_on and section > 0,
             )
-            for index, (place, flow) in enumerate(stored.sections)
+            for section, (number, flow) in numbered(SectionIndex, stored.sections)
         ]
         first_section, *self._further_sections = sections
         flows = [flow for _, flow in stored.sections]
         return run_first_section(
             first_section,
             stored.argument_of_output,
-            self._num_inputs,
+            Argument(self._num_inputs),
             num_kept=sum(len(flow.keeps) for flow in flows),
             watched={slot for flow in flows for slot in flow.watches},
             device=self._device,
@@ -683,15 +697,15 @@ class GraphCompiler:
             return ""
         collectives = {
             call: name_of(node)
-            for call, node in enumerate(call_nodes(self._copy.graph))
+            for call, node in numbered(Call, call_nodes(self._copy.graph))
             if self._facts.communicates[call]
         }
         name_by_index = {parameter.index: parameter.name for parameter in self._reduced}
-        uses = {name_by_index[index]: use for index, use in self._facts.first_use.items()}
+        uses = {name_by_index[index]: Place(use) for index, use in self._facts.first_use.items()}
         return digest_of_order(collectives, uses)
 
 
-def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[int, ...], ...] | None:
+def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[ParameterIndex, ...], ...] | None:
     """Buckets in a form whose text is equal for equal ones."""
     return None if buckets is None else tuple(tuple(bucket) for bucket in buckets)
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ddpopt import _logs, _torch, config
+from ddpopt._indices import SectionIndex, numbered
 from ddpopt._text import new_folder
 from ddpopt.errors import TorchDriftError
 from ddpopt.split.cut import Crossing, Cut, GraphText
@@ -123,19 +124,19 @@ def find_crossings(
     Between sections a value has a key. `made` has the outputs of each section by their keys, and
     `taken` the keys of its inputs.
     """
-    readers: dict[Any, list[int]] = {}
-    for index, keys in enumerate(taken):
+    readers: dict[Any, list[SectionIndex]] = {}
+    for section, keys in numbered(SectionIndex, taken):
         for key in dict.fromkeys(keys):
-            readers.setdefault(key, []).append(index)
+            readers.setdefault(key, []).append(section)
     crossings = []
-    for index, outputs in enumerate(made):
+    for section, outputs in numbered(SectionIndex, made):
         for key, node in outputs.items():
             if key in readers:
                 (value,) = describe([node])
                 crossing = Crossing(
                     value=value,
                     num_bytes=_num_bytes(node),
-                    made_in=index,
+                    made_in=section,
                     read_in=tuple(readers[key]),
                 )
                 crossings.append(crossing)

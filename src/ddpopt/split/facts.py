@@ -66,6 +66,16 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import (
+    BEFORE_ALL_CALLS,
+    Argument,
+    Call,
+    Memory,
+    ParameterIndex,
+    Place,
+    memory_of_argument,
+    numbered,
+)
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Parameter
 from ddpopt.split.nodes import (
@@ -97,15 +107,15 @@ class ForwardFacts:
     """
 
     num_calls: int
-    # The first differentiable use of each DDP parameter, by its index: the call after which, in
-    # backward, its gradient is final.
-    first_use: Mapping[int, int]
+    # The first differentiable use of each DDP parameter: the call after which, in backward, its
+    # gradient is final.
+    first_use: Mapping[ParameterIndex, Call]
     # Whether a boundary at p is possible, for p from 0 to `num_calls`.
     legal_bounds: Sequence[bool]
     # Whether one would be, if all sizes were constants. On another rank they may be.
     legal_bounds_without_sizes: Sequence[bool]
-    # The last call that uses what call i returns or writes to; `num_calls` for the output.
-    last_effect: Sequence[int]
+    # The last call that uses what each call returns or writes to; `num_calls` for the output.
+    last_effect: Sequence[Call]
     call_names: Sequence[str]
     # For each call: whether it is not known to be pure.
     is_fixed: Sequence[bool]
@@ -115,7 +125,7 @@ class ForwardFacts:
 
 def parameters_of(
     graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
-) -> dict[fx.Node, list[int]]:
+) -> dict[fx.Node, list[ParameterIndex]]:
     """The indices of the DDP parameters behind each node.
 
     Dynamo makes parameters inputs of its graph. With `inline_inbuilt_nn_modules` off they are
@@ -123,7 +133,7 @@ def parameters_of(
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     inputs = dict(zip(placeholders, example_inputs, strict=False))
-    indices_of: dict[fx.Node, list[int]] = {}
+    indices_of: dict[fx.Node, list[ParameterIndex]] = {}
     for node in graph.graph.nodes:
         if node in inputs:
             values = [inputs[node]]
@@ -140,33 +150,36 @@ def parameters_of(
 
 
 def read_forward(
-    gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]], elsewhere: Collection[int] = ()
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
+    elsewhere: Collection[ParameterIndex] = (),
 ) -> ForwardFacts:
     """The facts about a forward graph; `parameters` is what `parameters_of` returned.
 
-    Parameters `elsewhere`, by index, are first used in a graph that runs before this one, so their
-    gradients are not final here. A graph that may communicate does not distinguish them: which they
-    are may differ between ranks, see [Note: collectives].
+    Parameters `elsewhere` are first used in a graph that runs before this one, so their gradients
+    are not final here. Of a graph that may communicate they are not distinguished: they may be
+    others on another rank, see [Note: collectives].
     """
     calls = call_nodes(gm.graph)
     communicates = [may_communicate(node) for node in calls]
     if any(communicates):
         elsewhere = ()
-    position_of = {node: position for position, node in enumerate(calls)}
+    call_of = {node: call for call, node in numbered(Call, calls)}
+    output = Call(len(calls))  # behind all of them
 
-    def last_use_of(*values: fx.Node) -> int:
-        users = [position_of.get(user, len(calls)) for value in values for user in value.users]
-        return max(users, default=position_of[values[0]])
+    def last_use_of(*values: fx.Node) -> Call:
+        users = [call_of.get(user, output) for value in values for user in value.users]
+        return max(users, default=call_of[values[0]])
 
-    first_use: dict[int, int] = {}
-    for position, node in enumerate(calls):
+    first_use: dict[ParameterIndex, Call] = {}
+    for call, node in numbered(Call, calls):
         # all_input_nodes sees nested lists, kwargs and the operands of higher-order operators. A
         # call of a module has its parameters itself.
         for source in (node, *node.all_input_nodes):
             for index in parameters.get(source, ()):
                 is_first = index not in first_use and index not in elsewhere
                 if is_first and is_differentiable(node):
-                    first_use[index] = position
+                    first_use[index] = call
     last_use = [last_use_of(node) for node in calls]
     spans_of_sizes: list[tuple[int, int]] = []
     blocked = [
@@ -205,7 +218,7 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 def _uncrossable_spans(
     gm: fx.GraphModule,
     calls: Sequence[fx.Node],
-    last_use: Sequence[int],
+    last_use: Sequence[Call],
     spans_of_sizes: list[tuple[int, int]],
 ) -> Iterable[tuple[int, int]]:
     """From the call after each value that no section can take, to the last use of the value.
@@ -226,14 +239,14 @@ def _uncrossable_spans(
         if isinstance(_torch.dynamo_value(node), torch.SymInt | torch.SymFloat)
         for symbol in _torch.free_symbols(_torch.dynamo_value(node))
     }
-    for position, node in enumerate(calls):
-        if last_use[position] <= position:
+    for call, node in numbered(Call, calls):
+        if last_use[call] <= call:
             continue  # nothing uses it
         if _torch.enters_autocast(name_of(node)):
             continue  # split_module closes and reopens autocast regions
         value = _torch.dynamo_value(node)
         can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
-        span = position + 1, last_use[position]
+        span = call + 1, last_use[call]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             if not can_cross or not _torch.free_symbols(value) <= bound_symbols:
                 spans_of_sizes.append(span)
@@ -250,24 +263,24 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
     a region are linked by the state and not by a value.
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
-    opened: list[tuple[str, int]] = []
-    choices_of_attention: list[int] = []
-    no_grad_since: int | None = None
-    for position, node in enumerate(calls):
+    opened: list[tuple[str, Call]] = []
+    choices_of_attention: list[Call] = []
+    no_grad_since: Call | None = None
+    for call, node in numbered(Call, calls):
         name = name_of(node)
         if _torch.sets_grad_mode(name):
             if no_grad_since is not None:
-                yield no_grad_since + 1, position
-            no_grad_since = None if node.args[0] else position
+                yield no_grad_since + 1, call
+            no_grad_since = None if node.args[0] else call
         elif _torch.chooses_attention(name):
-            choices_of_attention.append(position)
+            choices_of_attention.append(call)
         elif name in end_of:
-            opened.append((end_of[name], position))
+            opened.append((end_of[name], call))
         elif opened and name == opened[-1][0]:
-            yield opened.pop()[1] + 1, position
+            yield opened.pop()[1] + 1, call
     # Regions that are never closed reach to the end.
-    for _, position in opened:
-        yield position + 1, len(calls)
+    for _, call in opened:
+        yield call + 1, len(calls)
     if no_grad_since is not None:
         yield no_grad_since + 1, len(calls)
     # The beginning and the end of a region are equal calls, so that nobody knows which are which.
@@ -293,10 +306,7 @@ class Tie(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardFacts:
-    """A backward graph as `sections.py` sees it; see [Note: calls and repeats].
-
-    Arguments are those of the forward, numbered as in Dynamo's graph.
-    """
+    """A backward graph as `sections.py` sees it; see [Note: calls and repeats]."""
 
     call_names: Sequence[str]
     is_repeat: Sequence[bool]
@@ -305,27 +315,28 @@ class BackwardFacts:
     # For each call: whether it may exchange data with other ranks. If any does, nothing below
     # depends on sizes or strides; see [Note: collectives] in sections.py.
     communicates: Sequence[bool]
-    # The calls whose values call i uses, with their ties to it. None for a repeat.
-    reads: Sequence[Mapping[int, Tie]]
-    # The size of what call i returns.
+    # For each call: the calls whose values it uses, with their ties to it. Empty for a repeat.
+    reads: Sequence[Mapping[Call, Tie]]
+    # For each call: the size of what it returns.
     num_bytes: Sequence[int]
     # The calls from which the gradient of each argument is computed; none if it is an input of the
     # graph that is passed through.
-    gradients: Mapping[int, tuple[int, ...]]
-    # The calls that read reachable memory, or write it, by its number, see `ReachableMemory`.
-    memory_reads: Mapping[int, Sequence[int]]
+    gradients: Mapping[Argument, tuple[Call, ...]]
+    # The calls that read reachable memory, or write it, see `ReachableMemory`.
+    memory_reads: Mapping[Memory, Sequence[Call]]
     # Calls with effects that write such memory and nothing else, and which. All other calls with
     # effects keep their order.
-    write_backs: Mapping[int, int]
+    write_backs: Mapping[Call, Memory]
     # The next three are explained in [Note: order, as a hook sees it].
-    # The calls that may not run behind a release before which they stand, and where they stand.
-    pinned_places: Mapping[int, int]
-    # The place at which the gradient of each argument is released.
-    release_places: Mapping[int, int]
-    # Calls that read what the forward left in reachable memory, and those numbers of it that they
-    # may as well read in snapshots: these reads stand before all releases. A call that reads
-    # parameters besides has a pinned place for that.
-    forward_reads: Mapping[int, frozenset[int]]
+    # The calls of which a hook can observe whether they have run, so that they must run before each
+    # release before which they stand; and where they stand.
+    observable_calls: Mapping[Call, Place]
+    # Where the gradient of each argument is released.
+    release_places: Mapping[Argument, Place]
+    # Calls that read what the forward left in reachable memory, and the memory that they may as
+    # well read in snapshots: these reads stand before all releases. A call that reads parameters
+    # besides is observable for that.
+    forward_reads: Mapping[Call, frozenset[Memory]]
 
 
 def refuse_linked_calls(gm: fx.GraphModule) -> None:
@@ -336,13 +347,13 @@ def refuse_linked_calls(gm: fx.GraphModule) -> None:
         raise NotCutError(Reason.EFFECTS)
 
 
-def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
+def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
     """The node of each gradient, by its argument.
 
     Raises:
         NotCutError: the graph returns something else as well.
     """
-    node_of: dict[int, fx.Node] = {}
+    node_of: dict[Argument, fx.Node] = {}
     for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
         if isinstance(node, fx.Node):
             if argument is None or argument in node_of:
@@ -356,40 +367,38 @@ class ForwardOutput:
     """A value that AOTAutograd's forward returns, to the program or for the backward."""
 
     name: str  # if it is saved for the backward, that of its input there
-    # Equal for values that share memory: for that of an argument its number, else one below zero.
-    memory: int
+    memory: Memory  # equal for values that share it
     # Whether the compiler may do so in an argument's memory, see the function of that name.
     made_in_arguments: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachableMemory:
-    """Which inputs of a backward graph are in memory that the program can reach, and may write.
-
-    Memory has a number: an argument's is the argument's own, any other's is below zero.
-    """
+    """Which inputs of a backward graph are in memory that the program can reach, and may write."""
 
     # By the input's name.
-    number_of: Mapping[str, int] = field(default_factory=dict)
+    memory_of: Mapping[str, Memory] = field(default_factory=dict)
     # The memory of values of the forward that `made_in_arguments` names: no tensors of the
     # program's, but perhaps in the memory of one.
-    made_in_arguments: AbstractSet[int] = frozenset()
+    made_in_arguments: AbstractSet[Memory] = frozenset()
 
-    def find(self, node: fx.Node) -> int | None:
-        """The number of an input's memory; None if the program cannot reach it."""
-        return self.number_of.get(node.name) if node.op == "placeholder" else None
+    def find(self, node: fx.Node) -> Memory | None:
+        """An input's memory; None if the program cannot reach it."""
+        return self.memory_of.get(node.name) if node.op == "placeholder" else None
 
 
 def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
     """The values that a forward graph returns, in this order; views are in their base's memory."""
     repeats = repeats_of(forward)
     in_arguments = made_in_arguments(forward)
-    number_of: dict[fx.Node, int] = dict(_torch.argument_placeholders(forward))
+    memory_by_maker: dict[fx.Node, Memory] = {}
+    for placeholder, argument in _torch.argument_placeholders(forward).items():
+        memory_by_maker[placeholder] = memory_of_argument(argument)
     outputs = []
     for node in output_values(forward):
         if isinstance(node, fx.Node):
             made_by = memory_of(node, repeats)
-            memory = number_of.setdefault(made_by, -1 - len(number_of))
+            memory = memory_by_maker.setdefault(made_by, Memory(-1 - len(memory_by_maker)))
             outputs.append(
                 ForwardOutput(
                     name=node.name, memory=memory, made_in_arguments=made_by in in_arguments
@@ -415,19 +424,19 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     saved = outputs[num_returned:]
     known_names = saved_names & {output.name for output in outputs}
     assert known_names <= {output.name for output in saved}, "a forward returns what it saves last"
-    number_of: dict[str, int] = {}
+    memory_by_name: dict[str, Memory] = {}
     in_arguments = {output.memory for output in saved if output.made_in_arguments}
     for output in saved:
         is_argument = output.memory >= 0
         if is_argument or output.memory in returned or output.memory in in_arguments:
-            number_of[output.name] = output.memory
+            memory_by_name[output.name] = output.memory
     lowest_number = min([0, *(output.memory for output in outputs)])
     tangents = filter(_torch.is_tangent, placeholders)
     for number, node in enumerate(tangents, start=1):
-        number_of[node.name] = lowest_number - number
+        memory_by_name[node.name] = Memory(lowest_number - number)
     return ReachableMemory(
         # A size is in nobody's memory.
-        number_of={name: number for name, number in number_of.items() if name in tensors},
+        memory_of={name: memory for name, memory in memory_by_name.items() if name in tensors},
         made_in_arguments=in_arguments,
     )
 
@@ -501,15 +510,16 @@ def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
 def read_backward(
     gm: fx.GraphModule,
     reachable: ReachableMemory,
-    parameters: AbstractSet[int] = frozenset(),
-    num_released_before: Mapping[int, int] = {},
+    unwritten: AbstractSet[Argument] = frozenset(),
+    num_released_before: Mapping[Argument, int] = {},
 ) -> BackwardFacts:
     """The facts about a backward graph.
 
     Args:
         gm: the graph.
         reachable: what `find_reachable` returned for it.
-        parameters: the arguments that are a parameter, frozen or with a gradient in this graph.
+        unwritten: the arguments that are a parameter, frozen or with a gradient in this graph:
+            nobody writes to these before their gradients are released.
         num_released_before: for the gradient of each argument how many others autograd releases
             before it; see `releases.py`. One that is left out counts as released when it is made.
     """
@@ -520,19 +530,19 @@ def read_backward(
     in_arguments = made_in_arguments(gm)
     # The origin of each value, looking through repeats: the calls that made it, and the reachable
     # memory in which it may be.
-    makers: dict[fx.Node, tuple[int, ...]] = {}
-    memories: dict[fx.Node, set[int]] = {}
+    makers: dict[fx.Node, tuple[Call, ...]] = {}
+    memories: dict[fx.Node, set[Memory]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
         if memory is not None:
             memories[node] = {memory}
-    reads: list[dict[int, Tie]] = []
-    memories_read: list[set[int]] = []
-    memory_reads: dict[int, list[int]] = {}
-    write_backs: dict[int, int] = {}
-    for call, node in enumerate(calls):
-        made_by: dict[int, Tie] = {}
-        read: set[int] = set()
+    reads: list[dict[Call, Tie]] = []
+    memories_read: list[set[Memory]] = []
+    memory_reads: dict[Memory, list[Call]] = {}
+    write_backs: dict[Call, Memory] = {}
+    for call, node in numbered(Call, calls):
+        made_by: dict[Call, Tie] = {}
+        read: set[Memory] = set()
         for source in node.all_input_nodes:
             read |= memories.get(source, set())
             for maker in makers.get(source, ()):
@@ -550,14 +560,14 @@ def read_backward(
         if written is not None:
             write_backs[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    pinned_places = _pinned_places(reads, is_ordered, memory_reads, write_backs)
+    observable_calls = _observable_calls(reads, is_ordered, memory_reads, write_backs)
     forward_reads, without_snapshot = _forward_reads(
-        gm, repeats, reachable, parameters, may_compare_sizes=not any(communicates)
+        gm, repeats, reachable, unwritten, may_compare_sizes=not any(communicates)
     )
-    pinned_places.update(dict.fromkeys(without_snapshot, -1))
+    observable_calls.update(dict.fromkeys(without_snapshot, BEFORE_ALL_CALLS))
     for call, in_snapshots in forward_reads.items():
         if memories_read[call] == in_snapshots:
-            del pinned_places[call]
+            del observable_calls[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
         is_repeat=[node in repeats for node in calls],
@@ -568,13 +578,13 @@ def read_backward(
         gradients=gradients,
         memory_reads=memory_reads,
         write_backs=write_backs,
-        pinned_places=pinned_places,
+        observable_calls=observable_calls,
         release_places=_release_places(calls, gradients, num_released_before),
         forward_reads=forward_reads,
     )
 
 
-def _written_back(node: fx.Node, reachable: ReachableMemory) -> int | None:
+def _written_back(node: fx.Node, reachable: ReachableMemory) -> Memory | None:
     """The memory that a call writes and nothing else, as AOTAutograd's last calls do; else None.
 
     A call whose result is used does something else as well.
@@ -585,21 +595,22 @@ def _written_back(node: fx.Node, reachable: ReachableMemory) -> int | None:
     return reachable.find(target) if isinstance(target, fx.Node) else None
 
 
-def _pinned_places(
-    reads: Sequence[Mapping[int, Tie]],
+def _observable_calls(
+    reads: Sequence[Mapping[Call, Tie]],
     is_ordered: Sequence[bool],
-    memory_reads: Mapping[int, Sequence[int]],
-    write_backs: Mapping[int, int],
-) -> dict[int, int]:
+    memory_reads: Mapping[Memory, Sequence[Call]],
+    write_backs: Mapping[Call, Memory],
+) -> dict[Call, Place]:
     """Where the calls stand that see or change what the program can reach."""
-    places = {call: call for call, has_effects in enumerate(is_ordered) if has_effects}
+    places = {call: Place(call) for call, has_effects in numbered(Call, is_ordered) if has_effects}
     for calls in memory_reads.values():
-        places.update((call, call) for call in calls)
+        places.update((call, Place(call)) for call in calls)
     for call, memory in write_backs.items():
         # Behind what makes its value, and behind what reads or writes the memory before it.
         # Other write-backs to the same memory count: they are in this order.
-        earlier = [other for other in memory_reads[memory] if other < call]
-        places[call] = max((*reads[call], *(places[other] for other in earlier)), default=-1)
+        makers = [Place(maker) for maker in reads[call]]
+        others = [places[other] for other in memory_reads[memory] if other < call]
+        places[call] = max([*makers, *others], default=BEFORE_ALL_CALLS)
     return places
 
 
@@ -607,10 +618,10 @@ def _forward_reads(
     gm: fx.GraphModule,
     repeats: AbstractSet[fx.Node],
     reachable: ReachableMemory,
-    parameters: AbstractSet[int],
+    unwritten: AbstractSet[Argument],
     *,
     may_compare_sizes: bool,
-) -> tuple[dict[int, frozenset[int]], list[int]]:
+) -> tuple[dict[Call, frozenset[Memory]], list[Call]]:
     """Calls that read what the forward had in reachable memory, as the forward left it.
 
     Such are calls of the forward that are made again, and read anything but parameters. Without a
@@ -622,26 +633,27 @@ def _forward_reads(
     """
     needs_tangent: set[fx.Node] = set()
     # The memory in which a value is, unless it is a parameter's or a tangent's.
-    memories: dict[fx.Node, frozenset[int]] = {}
+    memories: dict[fx.Node, frozenset[Memory]] = {}
+    unwritten_memory = set(map(memory_of_argument, unwritten))
     # What can have no snapshot.
-    without_copy: set[int] = set()
-    num_bytes: dict[int, int] = {}
+    without_copy: set[Memory] = set()
+    num_bytes: dict[Memory, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
         if _torch.is_tangent(node):
             needs_tangent.add(node)
-        elif memory is not None and memory not in parameters:
+        elif memory is not None and memory not in unwritten_memory:
             memories[node] = frozenset([memory])
             num_bytes[memory] = num_bytes_of(_torch.aten_value(node))
             if _torch.aten_value(node).layout is not torch.strided:
                 without_copy.add(memory)
     has_tangents = bool(needs_tangent)
-    forward_reads: dict[int, frozenset[int]] = {}
+    forward_reads: dict[Call, frozenset[Memory]] = {}
     without_snapshot = []
-    for call, node in enumerate(call_nodes(gm.graph)):
+    for call, node in numbered(Call, call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
-        read = frozenset[int]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
+        read = frozenset[Memory]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
         if node in repeats:
             memories[node] = read
             continue
@@ -663,26 +675,27 @@ def _forward_reads(
 
 def _release_places(
     calls: Sequence[fx.Node],
-    gradients: Mapping[int, tuple[int, ...]],
-    num_released_before: Mapping[int, int],
-) -> dict[int, int]:
+    gradients: Mapping[Argument, tuple[Call, ...]],
+    num_released_before: Mapping[Argument, int],
+) -> dict[Argument, Place]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
     So that a hook sees all that the node did; see [Note: order, as a hook sees it]. It stands
     behind all calls that autograd made before it released the gradient, see `releases.py`.
     """
-    # For each number of gradients: the last call that autograd made before it had released more.
-    last_calls: collections.defaultdict[int, int] = collections.defaultdict(lambda: -1)
-    for call, node in enumerate(calls):
+    # Behind which call autograd had released each number of gradients, and no more.
+    last_places: collections.defaultdict[int, Place]
+    last_places = collections.defaultdict(lambda: BEFORE_ALL_CALLS)
+    for call, node in numbered(Call, calls):
         num_before = num_released_before_call(node)
         if num_before is not None:
-            last_calls[num_before] = call
-    numbers = range(max([*last_calls, *num_released_before.values()], default=0) + 1)
-    reached = list(itertools.accumulate((last_calls[number] for number in numbers), max))
-    places: dict[int, int] = {}
+            last_places[num_before] = Place(call)
+    numbers = range(max([*last_places, *num_released_before.values()], default=0) + 1)
+    reached = list(itertools.accumulate((last_places[number] for number in numbers), max))
+    places: dict[Argument, Place] = {}
     for argument, made_by in gradients.items():
         # An input of the graph is there from the start.
-        places[argument] = max(made_by, default=-1)
+        places[argument] = max(map(Place, made_by), default=BEFORE_ALL_CALLS)
         if argument in num_released_before:
             places[argument] = max(places[argument], reached[num_released_before[argument]])
     return places

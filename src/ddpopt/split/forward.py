@@ -27,6 +27,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
+from ddpopt._indices import SectionIndex
 from ddpopt.split.cut import Section
 from ddpopt.split.nodes import (
     IS_COPY,
@@ -123,7 +124,7 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     `gm` comes from `copy_for_cutting`, and is changed.
     """
     calls = call_nodes(gm.graph)
-    section_of: dict[fx.Node, int] = {}
+    section_of: dict[fx.Node, SectionIndex] = {}
     for section in sections:
         section_of.update(dict.fromkeys(calls[section.start : section.stop], section.index))
     # Writes are handled from the last to the first, so that each section copies what the one before
@@ -206,7 +207,7 @@ def _have_as_attributes(
 
 
 def _use_instead(
-    copied: fx.Node, value: fx.Node, section_of: Mapping[fx.Node, int], first: int
+    copied: fx.Node, value: fx.Node, section_of: Mapping[fx.Node, SectionIndex], first: int
 ) -> None:
     """Make section `first` and all later ones, and the output, use `copied` in place of `value`."""
     copied.meta = {**value.meta, IS_COPY: True}
@@ -216,7 +217,7 @@ def _use_instead(
     )
 
 
-def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:
+def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, SectionIndex]) -> list[fx.Node]:
     """The values that require grad and to which later sections pass back no gradient.
 
     Otherwise the backward of the section that made them would get zeros, and give zeros to

@@ -252,7 +252,7 @@ def _source_text(stack_trace: str) -> str:
 
 
 @dataclass(slots=True)
-class Memory:
+class WrittenMemory:
     """The values that share one storage, as (node, position made, last use), and who writes to it.
 
     A graph input is made at -1. `writes` are the positions of calls, in order.
@@ -265,7 +265,7 @@ class Memory:
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
 
 
-def find_written_memory(graph: fx.Graph) -> list[Memory]:
+def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
     """The memory that some call writes to in place.
 
     What a reshape returns counts as its input's memory even if it was copied: that depends on
@@ -273,7 +273,7 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
     """
     calls = call_nodes(graph)
     positions = {node: position for position, node in enumerate(calls)}
-    memory: dict[int, Memory] = {}
+    memory: dict[int, WrittenMemory] = {}
     origin: dict[int, int] = {}
 
     def keys_of(node: fx.Node) -> list[int]:
@@ -286,14 +286,14 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
             origin.update((key, source) for key in storage_keys(node) for source in sources)
         for key in keys_of(node):
             last = max((positions.get(user, len(calls)) for user in node.users), default=made)
-            memory.setdefault(key, Memory()).values.append((node, made, last))
+            memory.setdefault(key, WrittenMemory()).values.append((node, made, last))
         for target in written_by(node):
             for key in keys_of(target):
-                memory.setdefault(key, Memory()).writes.append(made)
+                memory.setdefault(key, WrittenMemory()).writes.append(made)
     return [m for m in memory.values() if m.writes]
 
 
-def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
+def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]]:
     """Yield the boundaries at which two or more values share memory that is written to later.
 
     They are spans (first, last) with both ends included, empty if first > last. Passed to another

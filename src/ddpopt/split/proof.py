@@ -33,6 +33,17 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import (
+    BEFORE_ALL_CALLS,
+    Argument,
+    Call,
+    ParameterIndex,
+    Place,
+    SectionIndex,
+    Slot,
+    memory_of_argument,
+    numbered,
+)
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.backward import SectionGraph
 from ddpopt.split.cut import Cut, Section
@@ -61,6 +72,8 @@ from ddpopt.split.nodes import (
 )
 from ddpopt.split.releases import function_of, num_released_before_call
 
+_FIRST_SECTION = SectionIndex(0)
+
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
@@ -75,9 +88,9 @@ class Releases:
     """What `releases.py` noted of a graph: where autograd releases gradients."""
 
     # For the gradient of each argument, how many others autograd releases before it.
-    num_before: Mapping[int, int] = field(default_factory=dict)
+    num_before: Mapping[Argument, int] = field(default_factory=dict)
     # The arguments that go straight into each `autograd.Function`, by its number.
-    function_arguments: Mapping[int, AbstractSet[int]] = field(default_factory=dict)
+    function_arguments: Mapping[int, AbstractSet[Argument]] = field(default_factory=dict)
 
 
 def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is proven against
@@ -85,9 +98,9 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     cut: Cut,
     sections: Sequence[SectionGraph],
     reachable: ReachableMemory,
-    arguments: Mapping[int, int],
+    argument_of: Mapping[ParameterIndex, Argument],
     *,
-    parameters: AbstractSet[int] = frozenset(),
+    unwritten: AbstractSet[Argument] = frozenset(),
     releases: Releases | None = None,
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
@@ -102,22 +115,22 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
         cut: the record of its sections, which is to be shown right.
         sections: their graphs, in the order in which they run.
         reachable: what `find_reachable` returned for it.
-        arguments: each DDP parameter's position among the forward's arguments, by index.
-        parameters: the positions of parameters that are frozen, or have a gradient in the graph.
+        argument_of: by which argument of the forward each DDP parameter comes in.
+        unwritten: as for `read_backward`.
         releases: where autograd released the gradients; each where it is made, if that is unknown.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
     """
     releases = releases or Releases()
-    new_places = itertools.count()
+    new_memory = itertools.count()
     views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
 
     def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
         """The memory that a call returns: its base's for a view, new memory for any other call."""
         if read and node in views[node.graph]:
             return read[0].memory
-        return (next(new_places),)
+        return (next(new_memory),)
 
     def writes_back(node: fx.Node, read: Sequence[_Value]) -> bool:
         # Inputs have other names in sections: their memory tells what it is.
@@ -130,16 +143,16 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
 
     # The whole graph: what each gradient is to be.
     placeholders = gm.graph.find_nodes(op="placeholder")
-    memories = (_memory_of_input(node, reachable, new_places) for node in placeholders)
+    memories = (_memory_of_input(node, reachable, new_memory) for node in placeholders)
     inputs = [_Value(whole.number(("input", k)), memory) for k, memory in enumerate(memories)]
     value_of_output = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
     expected = {a: whole.expression_of(value_of_output[n]) for a, n in gradient_nodes(gm).items()}
 
     # The sections, one after the other, as they will run.
     watched = watched_inputs(gm, reachable)
-    watched_slots = {slot for slot, node in enumerate(placeholders) if node in watched}
-    run = _Run(split, watched_slots, slots=dict(enumerate(inputs)))
-    argument_by_name = {p.name: arguments[p.index] for p in cut.arrival}
+    watched_slots = {slot for slot, node in numbered(Slot, placeholders) if node in watched}
+    run = _Run(split, watched_slots, slots=dict(numbered(Slot, inputs)))
+    argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival}
     for section, described in zip(sections, cut.sections, strict=True):
         due = {argument_by_name[name] for name in described.parameters}
         run.add(section, described, due, views[section.graph.graph])
@@ -147,12 +160,12 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     _require(run.released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
     _require(whole.writes == split.writes, "what is written to arguments differs")
-    facts = read_backward(gm, reachable, parameters, releases.num_before)
+    facts = read_backward(gm, reachable, unwritten, releases.num_before)
     calls = call_nodes(gm.graph)
     # The last section in which each event is.
-    ran_in: dict[Hashable, int] = {}
+    ran_in: dict[Hashable, SectionIndex] = {}
     for event in split.events:
-        ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
+        ran_in[event.what] = max(event.section, ran_in.get(event.what, _FIRST_SECTION))
     _require_order(facts, calls, whole, ran_in, run.released_in)
     _require_whole_nodes(gm, releases, whole, ran_in, run.released_in)
     _require_collectives_behind(facts, releases, calls, whole, ran_in, run.released_in)
@@ -164,12 +177,12 @@ class _Run:
 
     program: _Program
     # The slots whose tensors later sections than the first have to watch when they read them.
-    watched_slots: AbstractSet[int]
-    # What there is for the next section, by slot (see `Flow`).
-    slots: dict[int, _Value]
+    watched_slots: AbstractSet[Slot]
+    # What there is for the next section, see `Flow`.
+    slots: dict[Slot, _Value]
     # The gradients that were released, by argument of the forward, and in which sections.
-    released: dict[int, Hashable] = field(default_factory=dict)
-    released_in: dict[int, int] = field(default_factory=dict)
+    released: dict[Argument, Hashable] = field(default_factory=dict)
+    released_in: dict[Argument, SectionIndex] = field(default_factory=dict)
     # The memory that others may write now: that of these gradients, and of their parameters.
     handed_out: set[Hashable] = field(default_factory=set)
 
@@ -177,7 +190,7 @@ class _Run:
         self,
         section: SectionGraph,
         described: Section,
-        due: AbstractSet[int],
+        due: AbstractSet[Argument],
         views: AbstractSet[fx.Node],
     ) -> None:
         """Run the next section; require that it does what the cut says of it.
@@ -190,7 +203,7 @@ class _Run:
             self.slots.keys() >= {*flow.takes}, f"{description} reads a value that is not there"
         )
         taken = [self.slots[slot] for slot in flow.takes]
-        read = {place for value in taken for place in value.memory}
+        read = {memory for value in taken for memory in value.memory}
         _require(read.isdisjoint(self.handed_out), f"{description} reads what was handed out")
         watches = self.watched_slots & {*flow.takes} if described.index else set()
         _require(watches == {*flow.watches}, f"{description} watches other inputs")
@@ -218,16 +231,16 @@ class _Run:
             )
             self.released[argument] = self.program.expression_of(gradient)
             self.released_in[argument] = described.index
-            self.handed_out.update((*gradient.memory, ("reachable", argument)))
+            self.handed_out.update((*gradient.memory, ("reachable", memory_of_argument(argument))))
         _require(due <= {*flow.releases}, f"{description} does not release what is planned")
 
 
 def _memory_of_input(
-    node: fx.Node, reachable: ReachableMemory, new_places: Iterator[int]
+    node: fx.Node, reachable: ReachableMemory, new_memory: Iterator[int]
 ) -> tuple[Hashable, ...]:
     """The memory of an input of a backward. Two tangents may share it."""
-    number = reachable.find(node)
-    memory: Hashable = next(new_places) if number is None else ("reachable", number)
+    found = reachable.find(node)
+    memory: Hashable = next(new_memory) if found is None else ("reachable", found)
     return (memory, "any tangent's") if _torch.is_tangent(node) else (memory,)
 
 
@@ -235,8 +248,8 @@ def _require_order(
     facts: BackwardFacts,
     calls: Sequence[fx.Node],
     whole: _Program,
-    ran_in: Mapping[Hashable, int],
-    released_in: Mapping[int, int],
+    ran_in: Mapping[Hashable, SectionIndex],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require that no event is behind a release before which it stands in the whole graph.
 
@@ -244,27 +257,30 @@ def _require_order(
     sections given.
     """
     # The place of each event in the whole graph.
-    place_of_call = {node: facts.pinned_places.get(k, k) for k, node in enumerate(calls)}
+    place_of_call: dict[fx.Node, Place] = {}
+    for call, node in numbered(Call, calls):
+        place_of_call[node] = facts.observable_calls.get(call, Place(call))
     before_all = {
-        (calls[call], ("reachable", number))
-        for call, numbers in facts.forward_reads.items()
-        for number in numbers
+        (calls[call], ("reachable", memory))
+        for call, memories in facts.forward_reads.items()
+        for memory in memories
     }
-    stands_at: dict[Hashable, int] = {}
+    stands_at: dict[Hashable, Place] = {}
     for event in whole.events:
         _require(event.what in ran_in, f"{event.node.name} is left out")
-        memory_read = event.what[-1]  # of an effect it is something else, which is in no set
         place = place_of_call[event.node]
-        if (event.node, memory_read) in before_all:
-            place = -1
+        # A read ends with the memory. What an effect ends with is in no such pair.
+        if (event.node, event.what[-1]) in before_all:
+            place = BEFORE_ALL_CALLS
         # Two equal reads are one event: both have to come before what the first one stands before,
         # though the second may not stand there. AOTAutograd merges equal calls, so this is rare.
-        stands_at[event.what] = min(stands_at.get(event.what, len(calls)), place)
+        stands_at[event.what] = min(stands_at.get(event.what, place), place)
 
     ordered = sorted(stands_at, key=stands_at.__getitem__)
     places = [stands_at[what] for what in ordered]
     # For each k: the last section in which one of the first k events runs.
-    last_sections = list(itertools.accumulate((ran_in[w] for w in ordered), max, initial=0))
+    sections = (ran_in[what] for what in ordered)
+    last_sections = list(itertools.accumulate(sections, max, initial=_FIRST_SECTION))
     for argument, section in released_in.items():
         num_before = bisect.bisect_right(places, facts.release_places[argument])
         _require(
@@ -277,8 +293,8 @@ def _require_whole_nodes(
     gm: fx.GraphModule,
     releases: Releases,
     whole: _Program,
-    ran_in: Mapping[Hashable, int],
-    released_in: Mapping[int, int],
+    ran_in: Mapping[Hashable, SectionIndex],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require that no event of an autograd node is behind the release of the node's gradients.
 
@@ -296,14 +312,14 @@ def _require_whole_nodes(
         number = _torch.autograd_number(call)
         return None if number == functions_number else number
 
-    last_section: dict[Hashable, int] = {}
+    last_section: dict[Hashable, SectionIndex] = {}
     for event in whole.events:
         call = event.node
         if call.target is torch.ops.aten.copy_.default and isinstance(call.args[1], fx.Node):
             # A write to an argument, at the graph's end: the node is that of the value.
             call = memory_of(call.args[1], views)
         node = node_of(call)
-        last_section[node] = max(ran_in[event.what], last_section.get(node, 0))
+        last_section[node] = max(ran_in[event.what], last_section.get(node, _FIRST_SECTION))
 
     for argument, gradient in gradient_nodes(gm).items():
         nodes: set[Hashable] = {node_of(memory_of(gradient, views))}
@@ -324,12 +340,12 @@ def _require_collectives_behind(
     releases: Releases,
     calls: Sequence[fx.Node],
     whole: _Program,
-    ran_in: Mapping[Hashable, int],
-    released_in: Mapping[int, int],
+    ran_in: Mapping[Hashable, SectionIndex],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require that no call that may communicate runs before a release behind which it stands."""
     what_of = {event.node: event.what for event in whole.events}
-    for place, call in enumerate(calls):
+    for place, call in numbered(Place, calls):
         if not may_communicate(call):
             continue
         section = ran_in[what_of[call]]
@@ -350,11 +366,14 @@ def _require_collectives_behind(
 
 
 def prove_forward(
-    gm: fx.GraphModule, cut: Cut, stitched: fx.GraphModule, arguments: Mapping[int, int]
+    gm: fx.GraphModule,
+    cut: Cut,
+    stitched: fx.GraphModule,
+    argument_of: Mapping[ParameterIndex, Argument],
 ) -> None:
     """Show that a stitched forward graph computes what `gm` does, and uses parameters as said.
 
-    `arguments` is as for `prove_backward`.
+    `argument_of` is as for `prove_backward`.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
@@ -363,8 +382,8 @@ def prove_forward(
     whole = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
     split = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
     inputs = [
-        _Value(whole.number(("input", place)), tuple(storage_keys(node)))
-        for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        _Value(whole.number(("input", argument)), tuple(storage_keys(node)))
+        for argument, node in numbered(Argument, gm.graph.find_nodes(op="placeholder"))
     ]
     expected = whole.run(gm, inputs)
     returned = split.run(stitched, inputs, is_stitched=True)
@@ -379,7 +398,7 @@ def prove_forward(
         "calls with effects are in other sections",
     )
     first_user = _first_users(stitched)
-    argument_by_name = {p.name: arguments[p.index] for p in cut.arrival if p.index in arguments}
+    argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival if p.index in argument_of}
     for section in cut.sections:
         names = [name for name in section.parameters if name in argument_by_name]
         users = {first_user.get(argument_by_name[name]) for name in names}
@@ -389,16 +408,18 @@ def prove_forward(
         )
 
 
-def _first_users(stitched: fx.GraphModule) -> dict[int, int]:
-    """For each input, the first section that may pass a gradient back to it."""
-    place_of = {n: place for place, n in enumerate(stitched.graph.find_nodes(op="placeholder"))}
-    first_user: dict[int, int] = {}
-    for index, call in enumerate(stitched.graph.find_nodes(op="call_module")):
+def _first_users(stitched: fx.GraphModule) -> dict[Argument, SectionIndex]:
+    """For each argument, the first section that may pass a gradient back to it."""
+    inputs = stitched.graph.find_nodes(op="placeholder")
+    argument_by_node = {node: argument for argument, node in numbered(Argument, inputs)}
+    first_user: dict[Argument, SectionIndex] = {}
+    section_calls = stitched.graph.find_nodes(op="call_module")
+    for section, call in numbered(SectionIndex, section_calls):
         placeholders = attribute_of(stitched, call).graph.find_nodes(op="placeholder")
         for placeholder, passed in zip(placeholders, call.args, strict=True):
             users = [user for user in placeholder.users if user.op != "output"]
-            if passed in place_of and any(map(is_differentiable, users)):
-                first_user.setdefault(place_of[passed], index)
+            if passed in argument_by_node and any(map(is_differentiable, users)):
+                first_user.setdefault(argument_by_node[passed], section)
     return first_user
 
 
@@ -421,12 +442,12 @@ class _Event(NamedTuple):
 
     what: tuple[Hashable, ...]
     node: fx.Node
-    section: int
+    section: SectionIndex
 
 
-def _is_reachable(place: Hashable) -> bool:
+def _is_reachable(memory: Hashable) -> bool:
     """Whether the program can reach memory, see `ReachableMemory`."""
-    return isinstance(place, tuple) and place[0] == "reachable"
+    return isinstance(memory, tuple) and memory[0] == "reachable"
 
 
 @dataclass
@@ -441,7 +462,7 @@ class _Program:
     # by memory, not among the other effects.
     writes_back: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
     # The section that is run; set from outside.
-    section: int = 0
+    section: SectionIndex = _FIRST_SECTION
 
     effects: list[Hashable] = field(default_factory=list)
     # Write-backs, by memory.
@@ -486,7 +507,7 @@ class _Program:
             if not is_view and any(map(_is_reachable, read[0].memory)):
                 number = next(self._copy_numbers)
                 memory = tuple(
-                    ("snapshot", self.section, place, number) for place in read[0].memory
+                    ("snapshot", self.section, original, number) for original in read[0].memory
                 )
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
@@ -512,16 +533,16 @@ class _Program:
             self.events.append(_Event(call, node, self.section))
         elif not read or memory != read[0].memory:  # else it is a view, which reads nothing
             self._note_reads(self.number(call), node, read)
-        self._versions.update({place for source in written for place in values[source].memory})
+        self._versions.update({m for source in written for m in values[source].memory})
         return _Value(self.number(call), memory)
 
     def _note_reads(self, call: int, node: fx.Node, read: Sequence[_Value]) -> None:
         """Note what reachable memory the call reads, now or in a snapshot."""
-        for place in itertools.chain.from_iterable(value.memory for value in read):
-            if _is_reachable(place):
-                self.events.append(_Event(("read", call, place), node, self.section))
-            elif isinstance(place, tuple) and place[0] == "snapshot":
-                _, section, original, _ = place
+        for memory in itertools.chain.from_iterable(value.memory for value in read):
+            if _is_reachable(memory):
+                self.events.append(_Event(("read", call, memory), node, self.section))
+            elif isinstance(memory, tuple) and memory[0] == "snapshot":
+                _, section, original, _ = memory
                 self.events.append(_Event(("read", call, original), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
@@ -546,7 +567,7 @@ class _Program:
             is_inlined = constant is not None and argument.op != "placeholder"
             argument = constant if is_inlined else values[argument]
         if isinstance(argument, _Value):
-            return (argument.expression, *(self._versions[place] for place in argument.memory))
+            return (argument.expression, *(self._versions[memory] for memory in argument.memory))
         if isinstance(argument, list | tuple):
             return (list, *(self.expression_of(item, values) for item in argument))
         if isinstance(argument, Mapping):

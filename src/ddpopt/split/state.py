@@ -14,16 +14,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import forget_until_reset
 from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
 from ddpopt.steps.forwards import are_reported
 
-Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
-# The buckets that a graph was cut for: by index, in any order of their members; None if they were
-# not known yet; or "any", where the graph was cut finely, or is compiled whole.
-CutFor = str | tuple[frozenset[int], ...] | None
+Buckets = Sequence[Sequence[ParameterIndex]]  # in launch order
+# The buckets that a graph was cut for, in any order of their members; None if they were not known
+# yet; or "any", where the graph was cut finely, or is compiled whole.
+CutFor = str | tuple[frozenset[ParameterIndex], ...] | None
 ANY_BUCKETS = "any buckets"
 
 
