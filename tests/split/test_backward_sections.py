@@ -29,10 +29,10 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     """Facts in which each call is an autograd node of its own."""
     count = len(reads)
     bound = {*ordered, *collectives, *itertools.chain.from_iterable((memory_reads or {}).values())}
-    pinned_places = {call: call for call in bound - (forward_reads or {}).keys()}
+    observable_calls = {call: call for call in bound - (forward_reads or {}).keys()}
     for call, argument in (write_backs or {}).items():
         others = [other for other in (memory_reads or {}).get(argument, ()) if other < call]
-        pinned_places[call] = max((*reads[call], *others), default=-1)
+        observable_calls[call] = max((*reads[call], *others), default=-1)
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
         is_repeat=[False] * count,
@@ -43,7 +43,7 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
         gradients=gradients,
         memory_reads=memory_reads or {},
         write_backs=write_backs or {},
-        pinned_places=pinned_places,
+        observable_calls=observable_calls,
         release_places={a: max(calls, default=-1) for a, calls in gradients.items()},
         forward_reads=forward_reads or {},
     )
@@ -295,9 +295,9 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     for k, arguments in enumerate(chosen.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
     for k, arguments in enumerate(chosen.releases):
-        behind = [call for call in facts.pinned_places if section_of[call] > k]
+        behind = [call for call in facts.observable_calls if section_of[call] > k]
         for a in arguments:
-            assert all(facts.pinned_places[c] > facts.release_places[a] for c in behind)
+            assert all(facts.observable_calls[c] > facts.release_places[a] for c in behind)
     completed = [bucket for section in chosen.sections for bucket in section.completes]
     assert completed == list(range(len(buckets)))
     for k, section in enumerate(chosen.sections):
