@@ -23,7 +23,7 @@ class Slot(Generic[T]):
     def __init__(self, default: Callable[[], T], *, is_kept_at_reset: bool) -> None:
         """Make a slot; `default` makes the value of a module that has none.
 
-        What goes with compiled code is not kept at `torch._dynamo.reset()`, which drops that.
+        What does not depend on compiled code is kept at `torch._dynamo.reset()`.
         """
         self._default = default
         self._values: weakref.WeakKeyDictionary[DistributedDataParallel, T]

@@ -84,7 +84,8 @@ def _read(plan: object) -> BucketPlan:
 def _find_noted(ddp: DistributedDataParallel) -> str:
     """Say why gradients may be noted as used that no backward has reduced; "" if there are none.
 
-    A backward that went past DDP, through `ddp.module`, leaves such notes too; nobody counts those.
+    A backward that went past DDP, through `ddp.module`, notes gradients as used as well, and no
+    count of ours tells of such a backward.
     """
     if _torch.follows_arrival_order(ddp) or not _torch.has_gradients(ddp):
         return ""

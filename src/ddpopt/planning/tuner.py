@@ -111,7 +111,8 @@ def search_again(ddp: DistributedDataParallel) -> None:
     """Forget what was found, and search once more, where a network has changed.
 
     Call it on all ranks in the same step, when the search before is over and DDP has buckets of its
-    own (`rebucket.take_back`): a plan in force counts as somebody else's.
+    own (`rebucket.take_back`): a search leaves a module alone that runs with a plan, since somebody
+    other than the search may have applied the plan.
     """
     tuner = find_tuner(ddp)
     assert tuner is not None, "there was a search before"
