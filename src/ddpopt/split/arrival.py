@@ -125,7 +125,7 @@ def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
     return paths.pop() if len(paths) == 1 else ()
 
 
-def has_twin(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
+def may_share_code(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
     """Whether the module at a path may share its graph with another one below the root.
 
     Dynamo makes parameters inputs, so one compiled frame serves all modules of a class, such as

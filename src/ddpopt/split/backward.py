@@ -7,7 +7,7 @@
     saved, kept     -> [section 2] -> gradients of bucket 2
 
 Each value that a section may take, an input of the graph or one that an earlier section kept, has a
-*slot*: a place in the list on which the sections of one run work. A section empties the slots
+*slot*: an index of the list on which the sections of one run work. A section empties the slots
 that no later one reads, so that saved tensors are freed as early as in the whole graph.
 
 The compiled sections run in gates, see `gates.py`. These need a *token*, an additional input and
@@ -29,11 +29,10 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt._indices import Argument, Call, Memory, Slot, numbered
+from ddpopt.split.aliases import Aliases
 from ddpopt.split.facts import (
     ReachableMemory,
     gradient_nodes,
-    memory_of,
-    repeats_of,
     watched_inputs,
 )
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
@@ -126,11 +125,11 @@ def make_section_graphs(
     """
     calls = call_nodes(gm.graph)
     snapshots: list[fx.Node] = []
-    if chosen.late_forward_reads:
-        gm, calls, snapshots = _with_snapshots(gm, chosen.late_forward_reads, reachable)
+    if chosen.snapshot_reads:
+        gm, calls, snapshots = _with_snapshots(gm, chosen.snapshot_reads, reachable)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
-    repeats = repeats_of(gm)
+    aliases = Aliases(gm)
 
     # The values that each section makes, releases, and reads from outside.
     made = [[calls[i] for i in chosen.order[s.start : s.stop]] for s in chosen.sections]
@@ -140,7 +139,7 @@ def make_section_graphs(
     symbols = [node for node in inputs if isinstance(_torch.aten_value(node), torch.SymInt)]
     taken = []
     for nodes, gradients_of_section in zip(made, released, strict=True):
-        taken.append({*symbols, *_taken(nodes, gradients_of_section, repeats)})
+        taken.append({*symbols, *_taken(nodes, gradients_of_section, aliases)})
 
     # Which values are kept between sections, and for how long.
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
@@ -162,7 +161,7 @@ def make_section_graphs(
         for gradient in released[k]:
             value = builder.value_of(gradient)
             # A hook may write to a gradient, so memory that is still needed is not handed out.
-            memory = memory_of(gradient, repeats)
+            memory = aliases.base_of(gradient)
             last = tangents_last_taken if memory in tangents else last_taken.get(memory, k)
             outputs.append(builder.clone_of(value) if last > k else value)
         flow = Flow(
@@ -177,12 +176,10 @@ def make_section_graphs(
     return tuple(sections)
 
 
-def _taken(
-    made: Sequence[fx.Node], released: Sequence[fx.Node], repeats: AbstractSet[fx.Node]
-) -> set[fx.Node]:
+def _taken(made: Sequence[fx.Node], released: Sequence[fx.Node], aliases: Aliases) -> set[fx.Node]:
     """What a section that makes and releases these nodes reads from outside.
 
-    A repeat is made inside, so what it reads is read instead.
+    It makes views and constants itself, and so takes what a view reads in place of the view.
     """
     inside = set(made)
     outside: set[fx.Node] = set()
@@ -194,9 +191,9 @@ def _taken(
         if node in inside or node in outside or node.op == "get_attr":
             continue
         outside.add(node)
-        if node in repeats:
+        if node in aliases.views_and_constants:
             pending.extend(node.all_input_nodes)
-    return outside - repeats
+    return outside - aliases.views_and_constants
 
 
 class _SectionBuilder:
@@ -217,7 +214,7 @@ class _SectionBuilder:
             self._values[node].meta = dict(node.meta)
 
     def value_of(self, node: fx.Node) -> fx.Node:
-        """The node's value in this section; a repeat or an attribute is made on demand."""
+        """The node's value here; a view, a constant or an attribute is made when it is needed."""
         if node not in self._values:
             args = fx.map_arg(node.args, self.value_of)
             kwargs = fx.map_arg(node.kwargs, self.value_of)
@@ -261,28 +258,32 @@ def _with_snapshots(
     (original_output,) = gm.graph.find_nodes(op="output")
     output.meta = dict(original_output.meta)
     calls = [copies[node] for node in call_nodes(gm.graph)]
-    repeats = {copies[node] for node in repeats_of(gm)}
+    views = {copies[node] for node in Aliases(gm).views_and_constants}
     in_snapshots = frozenset[Memory]().union(*late_reads.values())
     made: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
         if reachable.find(placeholder) in in_snapshots:
             with graph.inserting_before(calls[0]):
-                snapshots[placeholder], *views = _snapshot(graph, placeholder, made)
-            repeats.update(views)
+                snapshots[placeholder], *views_of_copy = _snapshot(graph, placeholder, made)
+            views.update(views_of_copy)
 
     def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
         """The same value as a node's, in the memory of snapshots where it is one of `read`."""
         if node in snapshots and reachable.find(node) in read:
             return snapshots[node]
-        if node not in repeats:
+        if node not in views:
             return node
         sources = {source: snapshot_of(source, read) for source in node.all_input_nodes}
         if all(source is other for source, other in sources.items()):
             return node
         with graph.inserting_before(node):
             view = graph.node_copy(node, sources.__getitem__)
-        repeats.add(view)
+        # The copied value is in the original's memory, and this one in the snapshot's.
+        assert callable(view.target)
+        arguments, keywords = fx.map_arg((view.args, view.kwargs), _value_of)
+        _torch.set_aten_value(view, view.target(*arguments, **keywords))
+        views.add(view)
         return view
 
     for call, read in late_reads.items():

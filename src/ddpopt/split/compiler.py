@@ -48,7 +48,7 @@ from ddpopt.split.arrival import (
     Others,
     final_places,
     frame_module,
-    has_twin,
+    may_share_code,
     order_arrival,
 )
 from ddpopt.split.backward import (
@@ -273,7 +273,7 @@ class GraphCompiler:
         """Read Dynamo's graph."""
         _torch.check_dynamo_graph(gm)
         self._gm = gm
-        # AOTAutograd may keep this object: of the first batch it has no more than this.
+        # No tensor of the first batch is kept here: AOTAutograd may keep this object.
         self._num_inputs = len(example_inputs)
         # The arguments that are parameters, and whether each is trained.
         self._parameters = {
@@ -322,7 +322,7 @@ class GraphCompiler:
 
         self._facts = read_forward(self._copy, indices_of, {p.index for p in self._arrives_after})
         self._empty_cut = dataclasses.replace(
-            _new_cut(gm, options), is_shared=has_twin(ddp.module, module_path)
+            _new_cut(gm, options), is_shared=may_share_code(ddp.module, module_path)
         )
 
         self._was_autocast_on = _torch.is_autocast_on()

@@ -72,7 +72,7 @@ class Cut:
     # The inner compiler's name.
     inner: str
     # The number of calls of Dynamo's graph. Of a backward that is cut, that of its calls without
-    # repeats, see [Note: calls and repeats] in facts.py.
+    # views and constants, see [Note: calls, views and constants] in facts.py.
     num_nodes: int
     sections: tuple[Section, ...] = ()
     # The Reducer's buckets as predicted. They include parameters of other graphs under the module.

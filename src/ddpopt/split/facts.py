@@ -6,50 +6,68 @@ no node and no tensor, so that choosing sections (`sections.py`) is a function o
 A graph's *calls* are all nodes but placeholders, attributes and the output. They are numbered from
 0 in graph order.
 
-[Note: calls and repeats]
+[Note: calls, views and constants]
 A backward graph is functional: its calls, and an output that lists a gradient for each argument of
-the forward. Some calls cost next to nothing: views and constants. Such a call is a *repeat*: each
-section that needs it makes its own, so its value never goes from one section to another, and no two
-values that do share memory. `reads` looks through repeats.
+the forward. Views and constants cost next to nothing, so each section that needs one makes its own.
+Hence no view goes from one section to another, and no two values that do share memory. `reads`
+looks through views.
 
 [Note: order, as a hook sees it]
+    0  s = sigmoid(buffer)          a call of the forward, recomputed; call 3 needs it
+    1  g0 = mm(tangent, x)          gradient of bucket 0 -> released: a hook may write to `buffer`
+    2  n = add(count, 1)            the new value of another buffer, `count`
+    3  g1 = mul(tangent, s)         gradient of bucket 1 -> released
+    4  copy_(count, n)              epilogue copy
+
+The program ran call 0 in its forward, before any hook. In section 1, where `s` is needed, call 0
+would read what the hook wrote; so section 0 makes a copy of `buffer`, a *snapshot*, and call 0
+reads the snapshot. The program wrote `count` between the two releases, where call 2 stands: a hook
+on `g0` finds the old value, one on `g1` the new one. So call 4, too, runs in section 1.
+
 A hook runs where a gradient is released, and may read and write all that the program can reach:
 parameters, buffers, inputs, what the forward returned, and the gradients of that. Their memory is
-called reachable. In eager the backward has made all earlier writes by then, and all earlier reads
-have happened. So whatever stands before a gradient's release in the graph runs before it here as
-well: effects, and reads of reachable memory. Only pure computation on the graph's own values may
-move behind a release. What stands behind a release may run before it: so it does in the unsplit
-compile, which runs the whole graph before all releases.
+called reachable. In eager all writes that stand before a release have been made by then, and all
+reads have happened. So each call that has effects, or reads reachable memory, and stands before a
+release in the graph, runs before it: it is *observable*. Only pure computation on the graph's own
+values may move behind a release. A call that stands behind a release may run before it: so it does
+in the unsplit compile, which runs the whole graph before all releases.
 
-A release stands behind the last call of the autograd node that makes the gradient. A call stands
-where it is in the graph, but for one kind: AOTAutograd makes a graph functional, and puts the
-writes to its arguments, the *write-backs*, at the end. In the program such a write came no earlier
-than the last call that makes its value or that reads the old one, so that is where it stands.
+A release stands behind the last call of the autograd node that makes the gradient (splits.md's
+table: "a gradient was released where it was made"). A call stands where it is in the graph, but for
+epilogue copies: AOTAutograd makes a graph functional, and puts the writes to its arguments at the
+end. In the program such a write came no earlier than the last call that makes its value or that
+reads the old one, so that is where it stands.
 
-Calls that need no gradient of an output are the forward's: the partitioner has them made again,
-rather than save what they return. The program made them before any release, wherever they stand
-here. To run all of them first would take the memory that it saves, so if one reads a buffer, an
-input or an output in a later section, it reads a copy of that, a *snapshot*, which the first
-section makes. Where no copy is like the original, as of a sparse tensor, or what the call returns
-is smaller than the copy, the first section makes the call itself. (Sizes decide nothing where a
-graph may communicate: on other ranks they may differ.)
-(A parameter is not written in a backward before its own gradient is there, and a frozen one not at
-all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.
-One that is trained, but whose gradient another graph makes, is like a buffer.)
+Calls that need no gradient of an output are the forward's, and *recomputed*: the partitioner has
+them made again, rather than save their values. The program made them before any release, wherever
+they stand here. To run all of them first would take the memory that recomputing saves, so one that
+reads a buffer, an input or an output in a later section reads a snapshot. Where no copy is like the
+original, as of a sparse tensor, or what the call returns is smaller than the copy, the first
+section makes the call itself. (Sizes decide nothing where a graph may communicate: on other ranks
+they may differ.)
 
-All other reads behind a release need a gradient of an output, so they read what eager has saved as
-well. If a hook writes to that, autograd raises in eager. It cannot here: a compiled graph unpacks
-what it has saved once, before any hook. So each section finds out for itself, see `watched_inputs`,
-and raises. It does so too where eager reads a copy that the program has made, if the compiler has
-left that copy out.
+Parameters need no snapshot: as far as we know no program writes to a parameter in a backward before
+the parameter's own gradient is there, and to a frozen parameter none writes at all. (Snapshots of
+all frozen parameters might take more memory than there is.) A parameter whose gradient another
+graph makes is like a buffer: that gradient may be there already, and a hook update the parameter
+(the row "a section computed again what comes of a parameter that another graph trains").
+
+All other calls that read reachable memory behind a release need a gradient of an output, and eager
+has saved for them the tensors that they read. If a hook writes to a saved tensor, autograd raises
+in eager. Of a compiled graph autograd cannot notice such a write: the graph unpacks its saved
+tensors once, before any hook. So each section compares the versions of the tensors that it reads,
+see `watched_inputs`, and raises. A section raises also where eager would read a copy that the
+program has made, if the compiler has left that copy out.
 
 Two tangents may be one tensor, or views of one. So if a gradient is a tangent itself, and any
-tangent is read later, it is released as a copy.
+tangent is read later, it is released as a copy (the row "gradients of two outputs were views of one
+tensor").
 
 A compiler may make a value in the memory of an argument that the graph writes, see
 `made_in_arguments`. For the program that value and the argument are two tensors, of which it may
-write one. So all that read such a value of the forward's read it in snapshots, and one that a
-backward makes is not kept for a later section.
+write one. So all calls that read such a value of the forward's read it in snapshots, and one that a
+backward makes is not kept for a later section (the row "a saved value was in the memory of a
+buffer").
 """
 
 from __future__ import annotations
@@ -78,6 +96,7 @@ from ddpopt._indices import (
 )
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Parameter
+from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
@@ -306,16 +325,16 @@ class Tie(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardFacts:
-    """A backward graph as `sections.py` sees it; see [Note: calls and repeats]."""
+    """A backward graph as `sections.py` sees it; see [Note: calls, views and constants]."""
 
     call_names: Sequence[str]
-    is_repeat: Sequence[bool]
+    is_view_or_constant: Sequence[bool]
     # For each call: whether it has effects.
     is_ordered: Sequence[bool]
     # For each call: whether it may exchange data with other ranks. If any does, nothing below
     # depends on sizes or strides; see [Note: collectives] in sections.py.
     communicates: Sequence[bool]
-    # For each call: the calls whose values it uses, with their ties to it. Empty for a repeat.
+    # For each call: the calls whose values it uses, with their ties to it; looking through views.
     reads: Sequence[Mapping[Call, Tie]]
     # For each call: the size of what it returns.
     num_bytes: Sequence[int]
@@ -326,7 +345,7 @@ class BackwardFacts:
     memory_reads: Mapping[Memory, Sequence[Call]]
     # Calls with effects that write such memory and nothing else, and which. All other calls with
     # effects keep their order.
-    write_backs: Mapping[Call, Memory]
+    epilogue_copies: Mapping[Call, Memory]
     # The next three are explained in [Note: order, as a hook sees it].
     # The calls of which a hook can observe whether they have run, so that they must run before each
     # release before which they stand; and where they stand.
@@ -336,7 +355,7 @@ class BackwardFacts:
     # Calls that read what the forward left in reachable memory, and the memory that they may as
     # well read in snapshots: these reads stand before all releases. A call that reads parameters
     # besides is observable for that.
-    forward_reads: Mapping[Call, frozenset[Memory]]
+    snapshot_reads: Mapping[Call, frozenset[Memory]]
 
 
 def refuse_linked_calls(gm: fx.GraphModule) -> None:
@@ -389,15 +408,15 @@ class ReachableMemory:
 
 def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
     """The values that a forward graph returns, in this order; views are in their base's memory."""
-    repeats = repeats_of(forward)
-    in_arguments = made_in_arguments(forward)
+    aliases = Aliases(forward)
+    in_arguments = made_in_arguments(forward, aliases)
     memory_by_maker: dict[fx.Node, Memory] = {}
     for placeholder, argument in _torch.argument_placeholders(forward).items():
         memory_by_maker[placeholder] = memory_of_argument(argument)
     outputs = []
     for node in output_values(forward):
         if isinstance(node, fx.Node):
-            made_by = memory_of(node, repeats)
+            made_by = aliases.base_of(node)
             memory = memory_by_maker.setdefault(made_by, Memory(-1 - len(memory_by_maker)))
             outputs.append(
                 ForwardOutput(
@@ -448,63 +467,15 @@ def watched_inputs(backward: fx.GraphModule, reachable: ReachableMemory) -> set[
     it does so before the first section. Not among them are inputs that the graph itself writes,
     and tangents, which autograd does not watch either.
     """
-    repeats = repeats_of(backward)
+    aliases = Aliases(backward)
     written = set()
     for node in call_nodes(backward.graph):
-        written |= {reachable.find(memory_of(target, repeats)) for target in written_by(node)}
+        written |= {reachable.find(aliases.base_of(target)) for target in written_by(node)}
     return {
         node
         for node in backward.graph.find_nodes(op="placeholder")
         if not _torch.is_tangent(node) and reachable.find(node) not in {None, *written}
     }
-
-
-def made_in_arguments(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values that a compiler may make in the memory of an argument that the graph writes.
-
-    A functional graph makes a new value for a buffer of which it writes a part, and copies the
-    buffer's last value to it at its end. Inductor then has such calls write to the buffer.
-    """
-    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    # Arguments that are written, and values in their memory.
-    in_arguments = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
-    if not in_arguments:
-        return set()
-    repeats = repeats_of(gm)
-    values: set[fx.Node] = set()
-    for node in call_nodes(gm.graph):
-        sources = {memory_of(source, repeats) for source in node.all_input_nodes}
-        is_element = name_of(node) == "getitem" and node not in repeats
-        is_in_place = is_element or _torch.may_become_in_place(node.target)
-        if is_in_place and not in_arguments.isdisjoint(sources):
-            values.add(node)
-            in_arguments.add(node)
-    return values
-
-
-def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
-    """The node that made the memory in which a node's value lives."""
-    while node in repeats and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
-    """Constants and views, which each section makes for itself; see [Note: calls and repeats].
-
-    It tells what shares memory, too: a view's is that of its first input, see `memory_of`.
-    """
-    repeats: set[fx.Node] = set()
-    for node in call_nodes(gm.graph):
-        if not is_pure(node):
-            continue
-        is_constant = not node.all_input_nodes
-        is_view = _torch.is_view(node.target)
-        if name_of(node) == "getitem":  # of the tuple that a split, for example, returns
-            is_view = node.args[0] in repeats
-        if is_view or is_constant:
-            repeats.add(node)
-    return repeats
 
 
 def read_backward(
@@ -524,10 +495,10 @@ def read_backward(
             before it; see `releases.py`. One that is left out counts as released when it is made.
     """
     calls = call_nodes(gm.graph)
-    repeats = repeats_of(gm)
+    aliases = Aliases(gm)
     is_ordered = [not is_pure(node) for node in calls]
     communicates = [may_communicate(node) for node in calls]
-    in_arguments = made_in_arguments(gm)
+    in_arguments = made_in_arguments(gm, aliases)
     # The origin of each value, looking through repeats: the calls that made it, and the reachable
     # memory in which it may be.
     makers: dict[fx.Node, tuple[Call, ...]] = {}
@@ -539,7 +510,7 @@ def read_backward(
     reads: list[dict[Call, Tie]] = []
     memories_read: list[set[Memory]] = []
     memory_reads: dict[Memory, list[Call]] = {}
-    write_backs: dict[Call, Memory] = {}
+    epilogue_copies: dict[Call, Memory] = {}
     for call, node in numbered(Call, calls):
         made_by: dict[Call, Tie] = {}
         read: set[Memory] = set()
@@ -548,7 +519,7 @@ def read_backward(
             for maker in makers.get(source, ()):
                 made_by[maker] = _tie(calls[maker], node, in_arguments)
         memories_read.append(read)
-        if node in repeats:
+        if node in aliases.views_and_constants:
             makers[node], memories[node] = tuple(made_by), read
             reads.append({})
             continue
@@ -556,35 +527,35 @@ def read_backward(
         reads.append(made_by)
         for memory in read:
             memory_reads.setdefault(memory, []).append(call)
-        written = _written_back(node, reachable)
+        written = _memory_of_epilogue_copy(node, reachable)
         if written is not None:
-            write_backs[call] = written
+            epilogue_copies[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    observable_calls = _observable_calls(reads, is_ordered, memory_reads, write_backs)
-    forward_reads, without_snapshot = _forward_reads(
-        gm, repeats, reachable, unwritten, may_compare_sizes=not any(communicates)
+    observable_calls = _observable_calls(reads, is_ordered, memory_reads, epilogue_copies)
+    snapshot_reads, without_snapshot = _snapshot_reads(
+        gm, aliases, reachable, unwritten, may_compare_sizes=not any(communicates)
     )
     observable_calls.update(dict.fromkeys(without_snapshot, BEFORE_ALL_CALLS))
-    for call, in_snapshots in forward_reads.items():
+    for call, in_snapshots in snapshot_reads.items():
         if memories_read[call] == in_snapshots:
             del observable_calls[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
-        is_repeat=[node in repeats for node in calls],
+        is_view_or_constant=[node in aliases.views_and_constants for node in calls],
         is_ordered=is_ordered,
         communicates=communicates,
         reads=reads,
         num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
         gradients=gradients,
         memory_reads=memory_reads,
-        write_backs=write_backs,
+        epilogue_copies=epilogue_copies,
         observable_calls=observable_calls,
         release_places=_release_places(calls, gradients, num_released_before),
-        forward_reads=forward_reads,
+        snapshot_reads=snapshot_reads,
     )
 
 
-def _written_back(node: fx.Node, reachable: ReachableMemory) -> Memory | None:
+def _memory_of_epilogue_copy(node: fx.Node, reachable: ReachableMemory) -> Memory | None:
     """The memory that a call writes and nothing else, as AOTAutograd's last calls do; else None.
 
     A call whose result is used does something else as well.
@@ -599,24 +570,24 @@ def _observable_calls(
     reads: Sequence[Mapping[Call, Tie]],
     is_ordered: Sequence[bool],
     memory_reads: Mapping[Memory, Sequence[Call]],
-    write_backs: Mapping[Call, Memory],
+    epilogue_copies: Mapping[Call, Memory],
 ) -> dict[Call, Place]:
     """Where the calls stand that see or change what the program can reach."""
     places = {call: Place(call) for call, has_effects in numbered(Call, is_ordered) if has_effects}
     for calls in memory_reads.values():
         places.update((call, Place(call)) for call in calls)
-    for call, memory in write_backs.items():
+    for call, memory in epilogue_copies.items():
         # Behind what makes its value, and behind what reads or writes the memory before it.
-        # Other write-backs to the same memory count: they are in this order.
+        # Other epilogue copies to the same memory count: they are in this order.
         makers = [Place(maker) for maker in reads[call]]
         others = [places[other] for other in memory_reads[memory] if other < call]
         places[call] = max([*makers, *others], default=BEFORE_ALL_CALLS)
     return places
 
 
-def _forward_reads(
+def _snapshot_reads(
     gm: fx.GraphModule,
-    repeats: AbstractSet[fx.Node],
+    aliases: Aliases,
     reachable: ReachableMemory,
     unwritten: AbstractSet[Argument],
     *,
@@ -648,13 +619,13 @@ def _forward_reads(
             if _torch.aten_value(node).layout is not torch.strided:
                 without_copy.add(memory)
     has_tangents = bool(needs_tangent)
-    forward_reads: dict[Call, frozenset[Memory]] = {}
+    snapshot_reads: dict[Call, frozenset[Memory]] = {}
     without_snapshot = []
     for call, node in numbered(Call, call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
         read = frozenset[Memory]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
-        if node in repeats:
+        if node in aliases.views_and_constants:
             memories[node] = read
             continue
         is_of_forward = has_tangents and node not in needs_tangent and is_pure(node)
@@ -667,10 +638,10 @@ def _forward_reads(
         if may_compare_sizes and is_pure(node):
             is_smaller = num_bytes_of(_torch.aten_value(node)) < num_copied
         if without_copy.isdisjoint(read) and not is_smaller:
-            forward_reads[call] = read
+            snapshot_reads[call] = read
         else:
             without_snapshot.append(call)
-    return forward_reads, without_snapshot
+    return snapshot_reads, without_snapshot
 
 
 def _release_places(

@@ -68,8 +68,9 @@ def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
 def _inline_constant(node: fx.Node) -> None:
     """Replace a symbolic integer that tracing has since found to be constant by its value.
 
-    Otherwise the section that computes it would have to return a plain int, which AOTAutograd
-    cannot do. A section takes placeholders as its inputs, and returns none of them.
+    Otherwise the section that computes the integer would have to return a plain int, which
+    AOTAutograd cannot do. A placeholder stays: sections take placeholders as inputs, and return no
+    placeholder.
     """
     constant = _torch.constant_of(_torch.dynamo_value(node))
     if node.op == "placeholder" or constant is None:
@@ -106,13 +107,13 @@ def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
     takes_tuple_apart = isinstance(_torch.dynamo_value(producer), tuple | list)
     if not takes_tuple_apart or isinstance(node.args[1], fx.Node):
         return
-    # Behind those that stand there already, so that elements keep their order.
-    place = producer
-    while place.next.target is operator.getitem and place.next.args[0] is producer:
-        place = place.next
-        if place is node:
+    # Behind the elements that stand there already, so that elements keep their order.
+    last = producer
+    while last.next.target is operator.getitem and last.next.args[0] is producer:
+        last = last.next
+        if last is node:
             return
-    place.append(node)
+    last.append(node)
 
 
 # ---- Section graphs --------------------------------------------------------------------------

@@ -333,8 +333,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if _torch.is_higher_order(node.target):
         values += node.all_input_nodes if _writes_within(node) else []
     else:
-        for place, name in _written_arguments(node):
-            values += leaves(_argument(node, place, name))
+        for position, name in _written_arguments(node):
+            values += leaves(_argument(node, position, name))
     return list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
 
 
@@ -351,9 +351,9 @@ def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
     return written
 
 
-def _argument(node: fx.Node, place: int | None, name: str) -> Any:
-    if place is not None and place < len(node.args):
-        return node.args[place]
+def _argument(node: fx.Node, position: int | None, name: str) -> Any:
+    if position is not None and position < len(node.args):
+        return node.args[position]
     return node.kwargs.get(name, node.kwargs.get("input") if name == "self" else None)
 
 
@@ -383,8 +383,8 @@ def _is_in_place(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     names = _parameter_names(node.target)
-    place = names.index("inplace") if "inplace" in names else None
-    return _argument(node, place, "inplace") is True
+    position = names.index("inplace") if "inplace" in names else None
+    return _argument(node, position, "inplace") is True
 
 
 @functools.lru_cache(maxsize=256)  # a graph calls few functions, many times

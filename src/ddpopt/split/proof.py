@@ -4,19 +4,41 @@ Pure, and linear in the graph. It trusts neither who chose the sections nor who 
 and changes nothing.
 
 [Note: proof]
-The graph and its sections are run symbolically. A value's *expression* is the call that makes it,
-with its arguments' expressions; equal ones have one number, so what sections make again, or copy,
-is equal to the original. A call that writes, or is not known to be pure, is the n-th *effect*: it
-is made once, in the same order. A write changes the *version* of the memory, and a value read at
-another version is another argument. Sections are right if each output has its expression, effects
-are equal, and each section does what the cut says of it.
+    the graph                              its sections
+    0  b = sigmoid(buffer)                 0:  a = mm(tangent, x)     -> released
+    1  a = mm(tangent, x)    -> released   1:  b = sigmoid(buffer)
+    2  c = mul(tangent, b)   -> released       c = mul(tangent, b)    -> released
 
-Of a backward it is shown besides that no call runs behind a gradient's release before which it
-stands, if it has an effect or reads memory that the program can reach; see [Note: order, as a hook
-sees it] in facts.py. What the autograd node that makes a gradient does is looked for once more, by
-the numbers of nodes and Functions rather than by where autograd released the gradient. And no call
-that may communicate runs before a release behind which it stands; see [Note: collectives] in
-sections.py.
+Both are run symbolically. A value's *expression* is the call that makes it, with its arguments'
+expressions; equal expressions have one number, so what sections make again, or copy, is equal to
+the original. Above, gradients `a` and `c` have the same numbers in the graph and in the sections.
+The sections are refused all the same: call 0 stands before the release of `a` and runs behind it,
+where a hook may have written to the buffer.
+
+A call that writes, or is not known to be pure, is the n-th *effect*: it is made once, in the same
+order. A write changes the *version* of the memory, and a value read at another version is another
+argument. Sections are right if each output has its expression, effects are equal, and each section
+does what the cut says of it.
+
+Of a backward it is shown besides that
+- no call runs behind a gradient's release before which it stands, if it has an effect or reads
+  memory that the program can reach; see [Note: order, as a hook sees it] in facts.py. What the
+  autograd node that makes a gradient does is looked for once more, by the numbers of nodes and
+  Functions rather than by where autograd released the gradient.
+- no call that may communicate runs before a release behind which it stands; see
+  [Note: collectives] in sections.py.
+- nothing is computed more often than in the graph, but for views, numbers, and constants of a
+  closed list: a call that draws, and is not known to, would draw in each section.
+
+What the proof finds in a way of its own, since the choice of sections would otherwise be trusted
+twice: which values share memory (by the storages of AOTAutograd's values, where `aliases.py` goes
+by operators), what may be made again (by the list `_CONSTANTS`, where `aliases.py` asks `is_pure`),
+and the autograd node of each gradient.
+
+What it trusts: AOTAutograd's trace; what `nodes.py` says of single operators (`is_pure`,
+`may_communicate`, `written_by`); which inputs the program can reach, which values may be made in
+arguments and where calls stand (`find_reachable`, `made_in_arguments`, `read_backward`); and the
+compiler, which is given sections that are right.
 """
 
 from __future__ import annotations
@@ -24,6 +46,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -45,16 +68,14 @@ from ddpopt._indices import (
     numbered,
 )
 from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.backward import SectionGraph
 from ddpopt.split.cut import Cut, Section
 from ddpopt.split.facts import (
     BackwardFacts,
     ReachableMemory,
     gradient_nodes,
-    made_in_arguments,
-    memory_of,
     read_backward,
-    repeats_of,
     watched_inputs,
 )
 from ddpopt.split.nodes import (
@@ -63,6 +84,7 @@ from ddpopt.split.nodes import (
     call_nodes,
     is_differentiable,
     is_pure,
+    leaves,
     may_communicate,
     name_of,
     output_values,
@@ -73,6 +95,14 @@ from ddpopt.split.nodes import (
 from ddpopt.split.releases import function_of, num_released_before_call
 
 _FIRST_SECTION = SectionIndex(0)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+# The operators of ATen and prims that make a tensor of numbers alone, without drawing any.
+_CONSTANTS = frozenset(
+    {
+        *("arange", "empty", "empty_permuted", "empty_strided", "eye", "full", "iota", "linspace"),
+        *("logspace", "ones", "scalar_tensor", "tril_indices", "triu_indices", "zeros"),
+    }
+)
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -124,22 +154,26 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     """
     releases = releases or Releases()
     new_memory = itertools.count()
-    views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
 
     def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
-        """The memory that a call returns: its base's for a view, new memory for any other call."""
-        if read and node in views[node.graph]:
-            return read[0].memory
-        return (next(new_memory),)
+        """The memory that a call returns: that of inputs of which it is a view, or new memory."""
+        if node.target is operator.getitem and not _viewed_inputs(node.all_input_nodes[0]):
+            return (("element", read[0].memory, node.args[1]),)  # of a tuple of new tensors
+        viewed = _viewed_inputs(node)
+        memory: list[Hashable] = []
+        for source, value in zip(node.all_input_nodes, read, strict=True):
+            if source in viewed:
+                memory += value.memory
+        return tuple(dict.fromkeys(memory)) or (next(new_memory),)
 
-    def writes_back(node: fx.Node, read: Sequence[_Value]) -> bool:
-        # Inputs have other names in sections: their memory tells what it is.
+    def is_epilogue_copy(node: fx.Node, read: Sequence[_Value]) -> bool:
+        # Inputs have other names in sections: their memory tells which they are.
         is_copy = node.target is torch.ops.aten.copy_.default and not node.users
         return is_copy and len(read[0].memory) == 1 and _is_reachable(read[0].memory[0])
 
     numbers: dict[Hashable, int] = {}
-    whole = _Program(numbers, memory_made_by, writes_back)
-    split = _Program(numbers, memory_made_by, writes_back)
+    whole = _Program(numbers, memory_made_by, is_epilogue_copy)
+    split = _Program(numbers, memory_made_by, is_epilogue_copy)
 
     # The whole graph: what each gradient is to be.
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -155,10 +189,14 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival}
     for section, described in zip(sections, cut.sections, strict=True):
         due = {argument_by_name[name] for name in described.parameters}
-        run.add(section, described, due, views[section.graph.graph])
+        run.add(section, described, due)
 
     _require(run.released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
+    _require(
+        not split.num_made - whole.num_made,
+        "sections make a call again that is neither a view nor a constant",
+    )
     _require(whole.writes == split.writes, "what is written to arguments differs")
     facts = read_backward(gm, reachable, unwritten, releases.num_before)
     calls = call_nodes(gm.graph)
@@ -191,11 +229,10 @@ class _Run:
         section: SectionGraph,
         described: Section,
         due: AbstractSet[Argument],
-        views: AbstractSet[fx.Node],
     ) -> None:
         """Run the next section; require that it does what the cut says of it.
 
-        `due` are the gradients that it has to release, and `views` the views among its calls.
+        `due` are the gradients that it has to release.
         """
         flow, description = section.flow, f"backward section {described.index}"
 
@@ -219,9 +256,9 @@ class _Run:
 
         num_kept = len(flow.keeps)
         self.slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
-        makers = {memory_of(node, views) for node in output_values(section.graph)[:num_kept]}
+        makers = {_maker_of(node) for node in output_values(section.graph)[:num_kept]}
         _require(
-            makers.isdisjoint(made_in_arguments(section.graph)),
+            makers.isdisjoint(made_in_arguments(section.graph, Aliases(section.graph))),
             f"{description} keeps what may be in memory that the program can reach",
         )
 
@@ -233,6 +270,27 @@ class _Run:
             self.released_in[argument] = described.index
             self.handed_out.update((*gradient.memory, ("reachable", memory_of_argument(argument))))
         _require(due <= {*flow.releases}, f"{description} does not release what is planned")
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """The storages in which AOTAutograd's trace had the tensors that a node stands for."""
+    tensors = [v for v in leaves(_torch.aten_value(node)) if isinstance(v, torch.Tensor)]
+    return {key for tensor in tensors if (key := _torch.storage_key(tensor)) is not None}
+
+
+def _viewed_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs with which a call's result shares memory."""
+    storages = _storages(node)
+    return [source for source in node.all_input_nodes if storages & _storages(source)]
+
+
+def _maker_of(node: fx.Node) -> fx.Node:
+    """The call that made a value, or the input that brought it in, looking through views."""
+    while node.op != "placeholder" and (viewed := _viewed_inputs(node)):
+        if node.target is operator.getitem and not _viewed_inputs(viewed[0]):
+            break
+        node = viewed[0]
+    return node
 
 
 def _memory_of_input(
@@ -262,7 +320,7 @@ def _require_order(
         place_of_call[node] = facts.observable_calls.get(call, Place(call))
     before_all = {
         (calls[call], ("reachable", memory))
-        for call, memories in facts.forward_reads.items()
+        for call, memories in facts.snapshot_reads.items()
         for memory in memories
     }
     stands_at: dict[Hashable, Place] = {}
@@ -303,7 +361,6 @@ def _require_whole_nodes(
     """
     numbers = [_torch.autograd_number(node) for node in call_nodes(gm.graph)]
     functions_number = max((number for number in numbers if number is not None), default=None)
-    views = repeats_of(gm)
 
     def node_of(call: fx.Node) -> Hashable | None:
         function = function_of(call)
@@ -317,12 +374,12 @@ def _require_whole_nodes(
         call = event.node
         if call.target is torch.ops.aten.copy_.default and isinstance(call.args[1], fx.Node):
             # A write to an argument, at the graph's end: the node is that of the value.
-            call = memory_of(call.args[1], views)
+            call = _maker_of(call.args[1])
         node = node_of(call)
         last_section[node] = max(ran_in[event.what], last_section.get(node, _FIRST_SECTION))
 
     for argument, gradient in gradient_nodes(gm).items():
-        nodes: set[Hashable] = {node_of(memory_of(gradient, views))}
+        nodes: set[Hashable] = {node_of(_maker_of(gradient))}
         # A Function may return the gradient that it got, or a view of it, as that of its input.
         for function, arguments in releases.function_arguments.items():
             if argument in arguments:
@@ -435,7 +492,7 @@ class _Value:
 
 
 class _Event(NamedTuple):
-    """An effect, a write-back, or a read of memory that the program can reach.
+    """An effect, an epilogue copy, or a read of memory that the program can reach.
 
     `what` is equal in equal programs, and of a read it ends with the memory.
     """
@@ -460,18 +517,20 @@ class _Program:
     memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
     # Whether a call writes to reachable memory and does nothing else. Such calls keep their order
     # by memory, not among the other effects.
-    writes_back: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
+    is_epilogue_copy: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
     # The section that is run; set from outside.
     section: SectionIndex = _FIRST_SECTION
 
     effects: list[Hashable] = field(default_factory=list)
-    # Write-backs, by memory.
+    # Epilogue copies, by memory.
     writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
     # The events, in the order in which they ran. A call that reads a copy of reachable memory reads
     # it when the copy is made.
     events: list[_Event] = field(default_factory=list)
     # For each graph that was run, its calls that are not known to be pure, as sections count them.
     num_fixed: list[int] = field(default_factory=list)
+    # How often each call was made that computes anything but a number, a view or a constant.
+    num_made: collections.Counter[int] = field(default_factory=collections.Counter)
     # Each copy has memory of its own.
     _copy_numbers: Iterator[int] = field(default_factory=itertools.count)
     # How often each memory has been written.
@@ -521,18 +580,23 @@ class _Program:
         call = (node.op, target, arguments, *self._modes)
         written, is_fixed = written_by(node), not is_pure(node)
         self.num_fixed[-1] += is_fixed
-        if self.writes_back(node, read):
-            written_back = self.writes.setdefault(read[0].memory, [])
-            written_back.append(call)
-            call = ("written back", read[0].memory, len(written_back))
+        if self.is_epilogue_copy(node, read):
+            copies = self.writes.setdefault(read[0].memory, [])
+            copies.append(call)
+            call = ("epilogue copy", read[0].memory, len(copies))
             self.events.append(_Event(call, node, self.section))
         elif written or is_fixed:
             # Its result is that of the n-th effect. What it is called with is compared in order.
             self.effects.append(call)
             call = ("effect", len(self.effects))
             self.events.append(_Event(call, node, self.section))
-        elif not read or memory != read[0].memory:  # else it is a view, which reads nothing
+        elif not {m for value in read for m in value.memory}.issuperset(memory):
+            # It is no view: a view reads nothing, and may be made by each section.
             self._note_reads(self.number(call), node, read)
+            is_constant = not read and name_of(node).partition(".")[0] in _CONSTANTS
+            is_number = isinstance(_torch.aten_value(node), _NUMBERS)
+            if not is_constant and not is_number:
+                self.num_made[self.number(call)] += 1
         self._versions.update({m for source in written for m in values[source].memory})
         return _Value(self.number(call), memory)
 

@@ -66,8 +66,8 @@ class GraphRunner:
             compiled: what is run.
             arrives_last: parameters whose gradients have to arrive last in every step.
             cut_for: the buckets for which the graph was cut.
-            is_for_copy: a check compiled it for a copy of a module. The original runs it next, to
-                which it is no news.
+            is_for_copy: a check compiled the graph for a copy of a module, and has logged the cut:
+                it is not logged again when the original module runs the graph.
             start: called with each further DDP module that runs the graph.
             log: called with the cut and each of these modules.
         """
@@ -174,7 +174,7 @@ def _may_be_seen(ddp: DistributedDataParallel) -> bool:
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
     """Compare DDP's final buckets with those predicted, once; False until DDP reports them.
 
-    It warns of the first parameter out of place: from there on allreduces start late.
+    It warns of the first parameter in another bucket: from there on allreduces start late.
     """
     module_state = state.get(ddp)
     if module_state.reported_buckets is not None:
@@ -231,11 +231,11 @@ def _with_arrival_order(call: CompiledCall, arguments: Sequence[Argument]) -> Co
     """Make the gradients of these arguments arrive last, in the order given.
 
     A section returns all its gradients at once, and autograd accumulates them in an order of its
-    own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
-    autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
-    the aliases last to first orders the gradients. They then come after all sections' backward.
-    That costs little in the first steps: until DDP has rebuilt its buckets, it has one for each
-    dtype. Of the gradients that have to arrive last in every step it is what is asked for.
+    own; the Reducer would rebuild its buckets from that order. An alias of each argument puts an
+    autograd node in front of the argument's AccumulateGrad. Autograd runs later-made nodes first,
+    so making the aliases last to first orders the gradients, and delays them to the end of the
+    sections' backward. The delay costs little in the first steps: until DDP has rebuilt its
+    buckets, it has one for each dtype. With `arrives_last` the delay is the purpose.
     """
     if not arguments:
         return call

@@ -6,17 +6,29 @@ will do (`reducer.py`) to sections. `forward.py` and `backward.py` make graphs o
 A *boundary* at p separates the calls before p from p and those after it.
 
 [Note: stages and boundaries]
-The calls of a backward graph for which bucket k waits, but no earlier bucket, are *stage* k; a call
-for which no bucket waits belongs to the stage in which it stands, or to the last one. A hook that
-gets a gradient may update the parameter, as an optimizer in a hook does, so a bucket also waits for
-the calls that read its parameters. Running the stages in order completes each bucket as early as
-possible without changing any arithmetic.
+    the backward of linear(relu(linear(x)))       bucket    stage
+    0  gb2 = sum(g)                               0         0
+    1  gw2 = mm(t(h), g)                          0         0
+    2  gh = mm(g, w2)                                       0: it reads w2
+                                                            <- boundary: `gh` is kept
+    3  gr = relu_backward(gh, h)                            1
+    4  gb1 = sum(gr)                              1         1
+    5  gw1 = mm(t(x), gr)                         1         1
+
+The calls for which bucket k waits, but no earlier bucket, are *stage* k. A call for which no bucket
+waits belongs to the stage in which it stands, or to the last one. A hook that gets a gradient may
+update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that read
+its parameters, as call 2 does. Running the stages in order completes each bucket as early as
+possible without changing any arithmetic. In the example the stages are in the graph's order; in
+others calls move.
 
 The boundary after stage k may move later, up to the first gradient of the next stage, to where the
-fewest bytes have to be kept for later sections. It never moves past a call with effects, which may
+fewest bytes have to be kept for later sections. (Above, behind call 3 two uses of `gr` would cross,
+one of which is fused with call 3.) It never moves past a call with effects, which may
 communicate: bytes differ between ranks, and on which side of a bucket's allreduce such a call is
-made must not. Nor past the place from which a gradient that is in no bucket may be released, for
-whose hook the same holds. Everything is linear in the graph's size.
+made must not differ. Nor does it move past the position from which a gradient that is in no bucket
+may be released: a hook on that gradient may communicate too. Everything is linear in the graph's
+size.
 
 [Note: collectives]
 A model may have collectives of its own. Ranks have to issue these and DDP's allreduces in one
@@ -217,14 +229,14 @@ def _drop_empty_sections(bounds: Collection[Position], facts: ForwardFacts) -> l
 class BackwardSections:
     """The sections of a backward graph, and the order in which its calls run."""
 
-    # The calls as they run, without repeats.
+    # The calls as they run, without views and constants.
     order: tuple[Call, ...]
     sections: tuple[Section, ...]
     # For each section: the arguments of the forward whose gradients it releases.
     releases: tuple[tuple[Argument, ...], ...]
     # Calls of sections after the first, and the reachable memory of which they read snapshots; see
     # [Note: order, as a hook sees it] in facts.py.
-    late_forward_reads: Mapping[Call, frozenset[Memory]] = field(default_factory=dict)
+    snapshot_reads: Mapping[Call, frozenset[Memory]] = field(default_factory=dict)
 
 
 def choose_backward_sections(
@@ -279,9 +291,9 @@ def choose_backward_sections(
         order=tuple(order),
         sections=sections,
         releases=_choose_releases(facts, bounds, released_in, ready_at),
-        late_forward_reads={
+        snapshot_reads={
             call: memories
-            for call, memories in facts.forward_reads.items()
+            for call, memories in facts.snapshot_reads.items()
             if call not in in_first_section
         },
     )
@@ -412,9 +424,9 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
     # The stage of the effect after this one, since effects keep their order.
     following = max(stage, default=Stage(0))
     for call in map(Call, reversed(range(len(facts.reads)))):
-        if call in facts.write_backs:
+        if call in facts.epilogue_copies:
             # Calls that read the old value come first. Other effects do not matter here.
-            for reader in facts.memory_reads[facts.write_backs[call]]:
+            for reader in facts.memory_reads[facts.epilogue_copies[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])
         elif facts.is_ordered[call]:
@@ -482,7 +494,7 @@ def _order_calls(facts: BackwardFacts, stage: list[Stage]) -> list[Call]:
                 stage[call] = stage[maker]
                 elements.setdefault(maker, []).append(call)
                 continue
-        if not facts.is_repeat[call]:
+        if not facts.is_view_or_constant[call]:
             roots.append(call)
     order: list[Call] = []
     for call in sorted(roots, key=lambda call: (stage[call], call)):
