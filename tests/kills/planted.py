@@ -45,8 +45,8 @@ BY_NAME = (
     Planted(
         "reads of what the forward has left may move behind releases",
         "split/facts.py",
-        "forward_reads=forward_reads,",
-        "forward_reads={},",
+        "snapshot_reads=snapshot_reads,",
+        "snapshot_reads={},",
     ),
     Planted(
         "sections do not compare how often what they read was written to",

@@ -91,9 +91,7 @@ def _cut_backward(
     parameters, made = buckets_of(arguments, buckets)
     facts = dataclasses.replace(read_backward(gm, reachable), **forgotten)
     try:
-        cuts = choose_backward_sections(
-            facts, made, arguments, final_places(facts, arguments, ())
-        )
+        cuts = choose_backward_sections(facts, made, arguments, final_places(facts, arguments, ()))
     except NotCutError:
         return None
     cut = cut_from_sections(cuts, arrival=tuple(parameters.values()))
