@@ -48,15 +48,27 @@ def is_showing() -> bool:
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def show(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None:
-    """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files."""
+def show(  # what is shown
+    gm: fx.GraphModule,
+    cut: Cut,
+    text: GraphText,
+    wholes: Graphs,
+    sections: Graphs,
+    stitched: fx.GraphModule | None = None,
+) -> None:
+    """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files.
+
+    `wholes` are the graphs that were cut, and `stitched` calls the sections of a cut forward.
+    """
+    for name, section in sections.items():
+        code = functools.partial(_code, section)
+        _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
+    graphs = {**wholes, **sections}
+    if stitched is not None:
+        graphs["stitched"] = stitched
+        _torch.trace_structured("optimize_ddp_split_graph", {}, functools.partial(_code, stitched))
     for name, graph in graphs.items():
-        code = functools.partial(_code, graph)
-        _logs.graph(f"{name} graph", code)
-        if name == "stitched":
-            _torch.trace_structured("optimize_ddp_split_graph", {}, code)
-        elif "section" in name:
-            _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
+        _logs.graph(f"{name} graph", functools.partial(_code, graph))
     write(gm, cut, text, graphs)
 
 

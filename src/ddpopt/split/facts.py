@@ -168,28 +168,30 @@ def parameters_of(
     return indices_of
 
 
-def read_forward(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUses:
+    """Where a forward graph uses parameters first and where it communicates, as `ForwardFacts`."""
+
+    first_use: Mapping[ParameterIndex, Call]
+    communicates: Sequence[bool]
+
+
+def read_uses(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
     elsewhere: Collection[ParameterIndex] = (),
-) -> ForwardFacts:
-    """The facts about a forward graph; `parameters` is what `parameters_of` returned.
+) -> ParameterUses:
+    """The facts about a forward graph that the cut of its backward needs as well.
 
-    Parameters `elsewhere` are first used in a graph that runs before this one, so their gradients
-    are not final here. Of a graph that may communicate they are not distinguished: they may be
-    others on another rank, see [Note: collectives].
+    `parameters` is what `parameters_of` returned. Parameters `elsewhere` are first used in a graph
+    that runs before this one, so their gradients are not final here. Of a graph that may
+    communicate they are not distinguished: they may be others on another rank, see
+    [Note: collectives].
     """
     calls = call_nodes(gm.graph)
     communicates = [may_communicate(node) for node in calls]
     if any(communicates):
         elsewhere = ()
-    call_of = {node: call for call, node in numbered(Call, calls)}
-    output = Call(len(calls))  # behind all of them
-
-    def last_use_of(*values: fx.Node) -> Call:
-        users = [call_of.get(user, output) for value in values for user in value.users]
-        return max(users, default=call_of[values[0]])
-
     first_use: dict[ParameterIndex, Call] = {}
     for call, node in numbered(Call, calls):
         # all_input_nodes sees nested lists, kwargs and the operands of higher-order operators. A
@@ -199,6 +201,24 @@ def read_forward(
                 is_first = index not in first_use and index not in elsewhere
                 if is_first and is_differentiable(node):
                     first_use[index] = call
+    return ParameterUses(first_use=first_use, communicates=communicates)
+
+
+def read_forward(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
+    elsewhere: Collection[ParameterIndex] = (),
+) -> ForwardFacts:
+    """The facts about a forward graph that is to be cut; the arguments are as for `read_uses`."""
+    calls = call_nodes(gm.graph)
+    call_of = {node: call for call, node in numbered(Call, calls)}
+    output = Call(len(calls))  # behind all of them
+
+    def last_use_of(*values: fx.Node) -> Call:
+        users = [call_of.get(user, output) for value in values for user in value.users]
+        return max(users, default=call_of[values[0]])
+
+    uses = read_uses(gm, parameters, elsewhere)
     last_use = [last_use_of(node) for node in calls]
     spans_of_sizes: list[tuple[int, int]] = []
     blocked = [
@@ -208,13 +228,13 @@ def read_forward(
     ]
     return ForwardFacts(
         num_calls=len(calls),
-        first_use=first_use,
+        first_use=uses.first_use,
         legal_bounds=_outside([*blocked, *spans_of_sizes], len(calls)),
         legal_bounds_without_sizes=_outside(blocked, len(calls)),
         last_effect=[last_use_of(node, *written_by(node)) for node in calls],
         call_names=[node.name for node in calls],
         is_fixed=[not is_pure(node) for node in calls],
-        communicates=communicates,
+        communicates=uses.communicates,
     )
 
 
