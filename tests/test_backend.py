@@ -407,7 +407,7 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
         ("add_token", {}, Reason.BACKWARD_DRIFT),
         ("make_stitched_graph", {"split": "forward"}, Reason.SPLIT_FAILED),
         ("compile_forward_sections", {"split": "forward"}, Reason.TORCH_DRIFT),
-        ("read_forward", {}, Reason.TORCH_DRIFT),
+        ("read_graph", {}, Reason.TORCH_DRIFT),
     ],
 )
 def test_an_error_while_splitting_costs_overlap_not_training(

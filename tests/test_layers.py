@@ -17,6 +17,7 @@ ROOT = Path(ddpopt.__file__).parent
 # Each room or module may import those before it, and nothing else of ours.
 LAYERS = (
     "errors",
+    "_indices",
     "reducer",
     "_text",
     "_values",

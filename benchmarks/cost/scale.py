@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.harness.report import table
 from ddpopt.backend import backend
 from ddpopt.reducer import Parameter, ReducerRules, predict_buckets
-from ddpopt.split.arrival import final_positions, order_arrival
+from ddpopt.split.arrival import final_places, order_arrival
 from ddpopt.split.backward import make_section_graphs
 from ddpopt.split.cut import Cut
 from ddpopt.split.facts import ReachableMemory, read_backward
@@ -108,14 +108,14 @@ def measure_backward(num_calls: int, num_sections: int) -> Row:
         for i in range(num_layers)
     ]
     arguments = {i: i for i in range(num_layers)}
-    reachable = ReachableMemory(number_of={f"primals_{i}": i for i in range(num_layers)})
+    reachable = ReachableMemory(memory_of={f"primals_{i}": i for i in range(num_layers)})
     rules = ReducerRules(caps_bytes=(_cap_bytes(num_calls, num_sections),), is_rebuilt=True)
     num_made = []
 
     def once() -> float:
         start = time.thread_time()
         facts = read_backward(gm, reachable)
-        final = final_positions(facts, arguments, ())
+        final = final_places(facts, arguments, ())
         buckets = predict_buckets(order_arrival(parameters, final), rules)
         cuts = choose_backward_sections(facts, buckets, arguments, final)
         sections = make_section_graphs(gm, cuts, reachable)

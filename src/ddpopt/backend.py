@@ -7,7 +7,6 @@ the in-tree DDPOptimizer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,11 +17,8 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
-from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
-from ddpopt.checks import first_step
-from ddpopt.checks.copies import is_compiled_by_us
+from ddpopt.checks import first_step, uncompiled
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
 from ddpopt.options import NO_COMPILER, Options, resolve_options
 from ddpopt.planning import early, hint, rebucket, tuner
@@ -32,7 +28,6 @@ from ddpopt.steps.forwards import (
     Subscriber,
     ask_at_first,
     subscribe_to_all,
-    unsubscribe,
     watch_forwards,
 )
 from ddpopt.steps.numbers import number_at_first
@@ -189,8 +184,7 @@ def install() -> None:
     watch_forwards()
     subscribe_to_all(_Noting())
     subscribe_to_all(_Verifying())
-    subscribe_to_all(_Looking())
-    ask_at_first(_watch_first_forward)
+    uncompiled.watch(backend)
     ask_at_first(number_at_first)
 
 
@@ -218,135 +212,6 @@ class _Verifying(Subscriber):
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         first_step.after_forward(ddp, forward)
-
-
-class _Looking(Subscriber):
-    """Looks whether something of any module's forward was compiled that was to be."""
-
-    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        if forward.backend is backend:
-            _warn_if_nothing_compiled(ddp, is_whole=True)
-
-
-class _FirstForward(Subscriber):
-    """Detects that a module with a part to be compiled ran without any compiled code."""
-
-    def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        if not torch.is_grad_enabled():
-            return  # a trainer may evaluate first, with a method that is not compiled
-        unsubscribe(ddp, _FirstForward)
-        if forward.backend is backend:
-            return  # `_Looking` looks at such
-        with contextlib.suppress(TorchDriftError):  # only a warning is lost
-            if not state.is_copy(ddp) and is_compiled_by_us(ddp):
-                _warn_if_nothing_compiled(ddp, is_whole=False)
-
-
-def _watch_first_forward(_: DistributedDataParallel) -> Subscriber:
-    return _FirstForward()
-
-
-# Modules of which it was said that Dynamo compiles nothing of them, or need not be.
-_are_warned_of: Slot[bool] = Slot(bool, Lifetime.MODULE)
-
-
-def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -> None:
-    """Warn, once per module, that Dynamo compiled nothing of a forward that ran under ddpopt.
-
-    If the forward as a whole was to be compiled (`is_whole`), rather than parts that somebody
-    chose, the parts that train and that Dynamo left out are warned of too.
-    """
-    known = state.get(ddp)
-    is_training_to_come = known.cuts and not torch.is_grad_enabled()
-    if _are_warned_of.get(ddp) or is_training_to_come:
-        return
-    _are_warned_of.set(ddp, True)
-    if state.has_drifted:
-        return
-    what = _find_uncompiled(ddp, is_whole=is_whole)
-    if what is not None:
-        _logs.warning("torch.compile compiled nothing of %s: %s", what, _find_cause(ddp.module))
-
-
-def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | None:
-    """Say what Dynamo left out: the whole module, or what uses some parameters; None if nothing."""
-    module = f"this DistributedDataParallel({type(ddp.module).__name__})"
-    if not state.get(ddp).cuts:
-        return module
-    left_out = None
-    if is_whole:
-        with contextlib.suppress(TorchDriftError):  # only a warning is lost
-            left_out = _find_left_out(ddp)
-    return None if left_out is None else f"what uses the {left_out} in {module}"
-
-
-def _find_cause(module: torch.nn.Module) -> str:
-    """Say why Dynamo compiled nothing of a module, or how to find out, and what to do."""
-    why = (
-        "TORCH_LOGS=graph_breaks,recompiles says why Dynamo gave up; before torch 2.15, "
-        "part.compile() compiles nothing of modules of torch.nn, but torch.compile(part) does"
-    )
-    try:
-        if mode := _torch.find_dispatch_mode():
-            why = (
-                f"{mode}, a TorchDispatchMode, is on, and Dynamo compiles nothing under one; leave "
-                "it before the forward (modes that count or log operators belong around steps "
-                "that run eagerly)"
-            )
-        elif limit := _torch.find_reached_limit(module):
-            why = (
-                f"Dynamo has compiled {limit}, and leaves other models with it alone; raise that "
-                "limit, or call torch._dynamo.reset() before the next model"
-            )
-        elif _is_skipped(module):
-            name = type(module).__name__
-            why = (
-                f"Dynamo skips frames of {type(module).__module__}, and the first frame under "
-                "DDP is one. Compile before wrapping, DDP(torch.compile(model, backend='ddpopt')), "
-                f"or wrap a module of your own that calls the {name}"
-            )
-        elif hooked := _torch.modules_with_backward_hooks(_torch.unwrap_compiled(module)):
-            why = (
-                "Dynamo breaks the graph at the call of a module with full backward hooks (here "
-                f"{shorten(hooked)}), and gives up a function that calls one in a loop; remove "
-                "these hooks, or have hooks on tensors in their place (Tensor.register_hook)"
-            )
-    except TorchDriftError as error:
-        why = f"{why}; {error}"
-    return why
-
-
-def _find_left_out(ddp: DistributedDataParallel) -> str | None:
-    """Say which parameters train and are used by nothing that was compiled; None without any.
-
-    `4 parameters of 0, 2`, for example, are those of modules that Dynamo skips, and reaches only
-    through others that it skips.
-    """
-    training = {p for p in _torch.reducer_parameters(ddp) if p.requires_grad}
-    num_left_out, paths = 0, []
-    pending = [("", ddp.module)]
-    while pending:
-        path, module = pending.pop(0)
-        if not _is_skipped(module):
-            continue
-        own = training.intersection(module.parameters(recurse=False))
-        if own:
-            num_left_out += len(own)
-            paths.append(path or type(module).__name__)
-        pending += [(f"{path}.{n}".lstrip("."), child) for n, child in module.named_children()]
-    if paths:
-        return f"{count(num_left_out, 'parameter')} of {shorten(paths)}"
-    without = (Reason.NO_PARAMETERS, Reason.NO_GRAD)
-    if training and all(cut.fallback in without for cut in state.get(ddp).cuts):
-        return count(len(training), "parameter")
-    return None
-
-
-def _is_skipped(module: torch.nn.Module) -> bool:
-    """Whether Dynamo does not compile this module's forward, whatever is around it."""
-    if "forward" in vars(module) or _torch.is_compiled_module(module):
-        return False
-    return _torch.is_skipped_by_dynamo(module.forward)
 
 
 backend.reset = state.forget_all  # type: ignore[attr-defined]  # called by torch._dynamo.reset()

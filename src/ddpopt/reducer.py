@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ddpopt._indices import BucketIndex, ParameterIndex, numbered
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
@@ -32,7 +34,7 @@ class Parameter:
     Parameters of equal `group` (dtype and device) may share a bucket.
     """
 
-    index: int
+    index: ParameterIndex
     name: str
     num_bytes: int
     group: str
@@ -53,14 +55,14 @@ class ReducerRules:
     caps_bytes: tuple[int, ...]
     is_rebuilt: bool
     is_provisional: bool = False
-    arrives_last: tuple[int, ...] = ()
+    arrives_last: tuple[ParameterIndex, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """Parameters that one allreduce carries. `cap_bytes` is the limit that applied."""
 
-    index: int
+    index: BucketIndex
     parameters: tuple[Parameter, ...]
     cap_bytes: int
 
@@ -86,7 +88,7 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
 
 
 def known_buckets(
-    parameters: Sequence[Parameter], actual: Sequence[Sequence[int]], rules: ReducerRules
+    parameters: Sequence[Parameter], actual: Sequence[Sequence[ParameterIndex]], rules: ReducerRules
 ) -> tuple[Bucket, ...]:
     """Buckets that the Reducer has, had or will be given, from the indices of their parameters.
 
@@ -112,12 +114,12 @@ class Misplaced(NamedTuple):
     """A parameter in another bucket than planned; buckets are numbered in launch order."""
 
     parameter: Parameter
-    planned: int
-    actual: int
+    planned: BucketIndex
+    actual: BucketIndex
 
 
 def find_misplaced(
-    own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[int]]
+    own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[ParameterIndex]]
 ) -> Misplaced | None:
     """The first parameter of `own` that is reduced in another bucket than planned.
 
@@ -125,15 +127,15 @@ def find_misplaced(
     how the rest of a bucket is composed changes nothing for a graph that holds `own`.
     """
     own_indices = {parameter.index for parameter in own}
-    actual_bucket_of: dict[int, int] = {}
+    actual_bucket_of: dict[ParameterIndex, BucketIndex] = {}
     # The members of `own` in each actual bucket, without buckets that have none.
-    actual_parts: list[set[int]] = []
-    for number, indices in enumerate(actual):
+    actual_parts: list[set[ParameterIndex]] = []
+    for number, indices in numbered(BucketIndex, actual):
         actual_bucket_of.update(dict.fromkeys(indices, number))
         part = own_indices.intersection(indices)
         if part:
             actual_parts.append(part)
-    planned_bucket_of: dict[int, int] = {}
+    planned_bucket_of: dict[ParameterIndex, BucketIndex] = {}
     for bucket in planned:
         for parameter in bucket.parameters:
             planned_bucket_of[parameter.index] = bucket.index
@@ -169,7 +171,9 @@ class Order(enum.Enum):
 
 
 def compare_order(
-    planned: Sequence[Bucket], actual: Sequence[Sequence[int]], others: Collection[int]
+    planned: Sequence[Bucket],
+    actual: Sequence[Sequence[ParameterIndex]],
+    others: Collection[ParameterIndex],
 ) -> Order:
     """Compare the order of gradients; `others` are the parameters, by index, that may have moved.
 
@@ -180,8 +184,8 @@ def compare_order(
     planned_order = [parameter.index for bucket in planned for parameter in bucket.parameters]
     actual_order = [index for bucket in actual for index in bucket if index in group_of]
 
-    def by_group(order: Sequence[int]) -> dict[str, list[int]]:
-        indices: dict[str, list[int]] = {}
+    def by_group(order: Sequence[ParameterIndex]) -> dict[str, list[ParameterIndex]]:
+        indices: dict[str, list[ParameterIndex]] = {}
         for index in order:
             indices.setdefault(group_of[index], []).append(index)
         return indices
@@ -239,5 +243,5 @@ def number_buckets(closed: Sequence[tuple[list[Parameter], int]]) -> tuple[Bucke
     """The buckets of these parameters, each with the limit that applied, in launch order."""
     return tuple(
         Bucket(index=index, parameters=tuple(parameters), cap_bytes=cap)
-        for index, (parameters, cap) in enumerate(closed)
+        for index, (parameters, cap) in numbered(BucketIndex, closed)
     )

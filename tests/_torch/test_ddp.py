@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._torch import names
-from ddpopt.checks.copies import rehearse
+from ddpopt.checks.copies import copy_model
 from ddpopt.errors import TorchDriftError
 from tests.support.buckets import rebuilt_buckets
 from tests.support.models import (
@@ -162,7 +162,7 @@ def test_a_new_reducer_and_a_compiled_copy_have_the_same_numbers_and_names(one_r
     _torch.replace_reducer(ddp, [[0, 1, 2], [3, 4, 5, 6, 7]], [1, 1])
     assert _torch.reducer_parameters(ddp) == before
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
-    copied_ddp = rehearse(compiled).ddp
+    copied_ddp = copy_model(compiled).ddp
     copies = _torch.reducer_parameters(copied_ddp)
     assert list(copies.values()) == list(before.values())
     assert not set(copies) & set(before)

@@ -39,14 +39,14 @@ BY_NAME = (
     Planted(
         "reads of memory that hooks may write to may move behind releases",
         "split/facts.py",
-        "pinned_places=pinned_places,",
-        "pinned_places={},",
+        "observable_calls=observable_calls,",
+        "observable_calls={},",
     ),
     Planted(
         "reads of what the forward has left may move behind releases",
         "split/facts.py",
-        "forward_reads=forward_reads,",
-        "forward_reads={},",
+        "snapshot_reads=snapshot_reads,",
+        "snapshot_reads={},",
     ),
     Planted(
         "sections do not compare how often what they read was written to",

@@ -41,7 +41,9 @@ def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
     Those of later and of earlier graphs keep the order that they are listed in.
     """
     p = _parameters(8)
-    arrival = order_arrival(p, {1: 0, 2: -5}, later=(p[4], p[5]), earlier=(p[0], p[3]))
+    arrival = order_arrival(
+        p, {1: 0, 2: -5}, arrives_before=(p[4], p[5]), arrives_after=(p[0], p[3])
+    )
     assert [p.index for p in arrival] == [7, 6, 4, 5, 2, 1, 0, 3]
 
 
@@ -58,7 +60,7 @@ def test_behind_a_graph_break_parameters_of_no_graph_arrive_as_they_are_register
     """Layers that are not compiled may have run in between; the root's own belong to none."""
     p = _parameters(8)
     rule = Others.around(begins=False, ends=True, may_be_unused=False)
-    arrival = order_arrival(p, {5: 0, 6: -5}, earlier=(p[3], p[2]), others=rule, of_root=[0])
+    arrival = order_arrival(p, {5: 0, 6: -5}, arrives_after=(p[3], p[2]), others=rule, of_root=[0])
     assert [p.index for p in arrival] == [7, 0, 6, 5, 4, 3, 2, 1]
 
 

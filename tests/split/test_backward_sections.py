@@ -22,30 +22,30 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     num_bytes: Sequence[int] | None = None,
     ordered: Sequence[int] = (),
     memory_reads: dict[int, tuple[int, ...]] | None = None,
-    write_backs: dict[int, int] | None = None,
-    forward_reads: dict[int, frozenset[int]] | None = None,
+    epilogue_copies: dict[int, int] | None = None,
+    snapshot_reads: dict[int, frozenset[int]] | None = None,
     collectives: Sequence[int] = (),
 ) -> BackwardFacts:
     """Facts in which each call is an autograd node of its own."""
     count = len(reads)
     bound = {*ordered, *collectives, *itertools.chain.from_iterable((memory_reads or {}).values())}
-    pinned_places = {call: call for call in bound - (forward_reads or {}).keys()}
-    for call, argument in (write_backs or {}).items():
+    observable_calls = {call: call for call in bound - (snapshot_reads or {}).keys()}
+    for call, argument in (epilogue_copies or {}).items():
         others = [other for other in (memory_reads or {}).get(argument, ()) if other < call]
-        pinned_places[call] = max((*reads[call], *others), default=-1)
+        observable_calls[call] = max((*reads[call], *others), default=-1)
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
-        is_repeat=[False] * count,
+        is_view_or_constant=[False] * count,
         is_ordered=[i in {*ordered, *collectives} for i in range(count)],
         communicates=[i in collectives for i in range(count)],
         reads=reads,
         num_bytes=num_bytes or [1] * count,
         gradients=gradients,
         memory_reads=memory_reads or {},
-        write_backs=write_backs or {},
-        pinned_places=pinned_places,
+        epilogue_copies=epilogue_copies or {},
+        observable_calls=observable_calls,
         release_places={a: max(calls, default=-1) for a, calls in gradients.items()},
-        forward_reads=forward_reads or {},
+        snapshot_reads=snapshot_reads or {},
     )
 
 
@@ -162,7 +162,7 @@ def test_a_write_back_stands_where_its_value_is_made_and_the_old_one_was_read() 
     """Calls 4 and 5 write what calls 0 and 3 make, before and behind gradient 0, call 1."""
     reads = [{}, {0: NO}, {1: NO}, {2: NO}, {0: NO}, {3: NO}]
     gradients = {0: (1,), 1: (3,)}
-    written = {"memory_reads": {8: (4,), 9: (5,)}, "write_backs": {4: 8, 5: 9}}
+    written = {"memory_reads": {8: (4,), 9: (5,)}, "epilogue_copies": {4: 8, 5: 9}}
     facts = _facts(reads, gradients, ordered=(4, 5), **written)
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 4], [2, 3, 5]]
     read_late = {**written, "memory_reads": {8: (2, 4), 9: (5,)}}
@@ -174,11 +174,11 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
     """Calls 0 and 2 read argument 9; call 0 is in the first section."""
     reads = [{}, {0: NO}, {}, {2: NO}]
     again = {0: frozenset([9]), 2: frozenset([9])}
-    facts = _facts(reads, {0: (1,), 1: (3,)}, memory_reads={9: (0, 2)}, forward_reads=again)
+    facts = _facts(reads, {0: (1,), 1: (3,)}, memory_reads={9: (0, 2)}, snapshot_reads=again)
     chosen = _choose(facts, [[0], [1]])
     assert _sections(chosen) == [[0, 1], [2, 3]]
     assert isinstance(chosen, BackwardSections)
-    assert chosen.late_forward_reads == {2: frozenset([9])}
+    assert chosen.snapshot_reads == {2: frozenset([9])}
 
 
 def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
@@ -242,13 +242,13 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     )
     memory_reads = draw(read_by)
     # The last call may write back to an argument that others read, and that has no gradient.
-    write_backs = {}
+    epilogue_copies = {}
     if Tie.TUPLE not in reads[-1].values() and count - 1 not in makers and draw(st.booleans()):
         readers = draw(st.sets(st.integers(0, count - 2), max_size=2)) | {count - 1}
         memory_reads[len(gradients)] = tuple(sorted(readers))
-        write_backs[count - 1] = len(gradients)
+        epilogue_copies[count - 1] = len(gradients)
         ordered.add(count - 1)
-    facts = _facts(reads, gradients, sizes, sorted(ordered), memory_reads, write_backs)
+    facts = _facts(reads, gradients, sizes, sorted(ordered), memory_reads, epilogue_copies)
     return facts, [bucket for bucket in buckets if bucket]
 
 
@@ -281,10 +281,10 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     place = {call: i for i, call in enumerate(chosen.order)}
     assert sorted(chosen.order) == list(range(len(facts.reads)))
     assert all(place[source] < place[call] for call in place for source in facts.reads[call])
-    ordered = [c for c in chosen.order if facts.is_ordered[c] and c not in facts.write_backs]
+    ordered = [c for c in chosen.order if facts.is_ordered[c] and c not in facts.epilogue_copies]
     assert ordered == sorted(ordered)
-    for write_back, argument in facts.write_backs.items():
-        assert all(place[c] <= place[write_back] for c in facts.memory_reads[argument])
+    for epilogue_copy, argument in facts.epilogue_copies.items():
+        assert all(place[c] <= place[epilogue_copy] for c in facts.memory_reads[argument])
     section_of = {c: k for k, calls in enumerate(_sections(chosen)) for c in calls}
     for call, reads in enumerate(facts.reads):
         if Tie.TUPLE in reads.values() and len(reads) == 1:
@@ -295,9 +295,9 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     for k, arguments in enumerate(chosen.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
     for k, arguments in enumerate(chosen.releases):
-        behind = [call for call in facts.pinned_places if section_of[call] > k]
+        behind = [call for call in facts.observable_calls if section_of[call] > k]
         for a in arguments:
-            assert all(facts.pinned_places[c] > facts.release_places[a] for c in behind)
+            assert all(facts.observable_calls[c] > facts.release_places[a] for c in behind)
     completed = [bucket for section in chosen.sections for bucket in section.completes]
     assert completed == list(range(len(buckets)))
     for k, section in enumerate(chosen.sections):
@@ -374,7 +374,7 @@ def test_neither_buckets_nor_sizes_decide_which_collectives_come_before_a_releas
     """Ranks compile at different times, for buckets of their own, with batches of their own."""
     facts, buckets = drawn
     communicates = [
-        is_ordered and call not in facts.write_backs and random.random() < 0.7
+        is_ordered and call not in facts.epilogue_copies and random.random() < 0.7
         for call, is_ordered in enumerate(facts.is_ordered)
     ]
     facts = dataclasses.replace(facts, communicates=communicates)

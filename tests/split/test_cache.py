@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt._torch import cached
 from ddpopt.split import compiler
-from ddpopt.split.compiler import GraphCompiler
+from ddpopt.split.compiler import BackwardCutter
 from tests.support.models import MLP, WIDTH
 from tests.support.releases import CACHES_OUR_CODE, needs_our_code_in_caches
 
@@ -182,7 +182,7 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
 ) -> None:
     """Bundling is switched off in the middle of it; and it is on again also where that fails."""
-    settings, run = torch._functorch.config, GraphCompiler.make_backward
+    settings, run = torch._functorch.config, BackwardCutter.make_backward
     bundled_in_backward: list[bool] = []
 
     def run_or_raise(self: Any, *args: Any) -> Any:
@@ -192,7 +192,7 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
         return run(self, *args)
 
     monkeypatch.setattr(cached, "are_storable", lambda _graphs: False)
-    monkeypatch.setattr(GraphCompiler, "make_backward", run_or_raise)
+    monkeypatch.setattr(BackwardCutter, "make_backward", run_or_raise)
     with fresh_cache(), settings.patch(bundled_autograd_cache=bundles):
         before = settings.get_config_copy(), torch.compiler.config.get_config_copy()
         step = _step()

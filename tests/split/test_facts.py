@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ddpopt.reducer import Parameter
-from ddpopt.split.facts import ForwardFacts, made_in_arguments, parameters_of, read_forward
+from ddpopt.split.aliases import Aliases, made_in_arguments
+from ddpopt.split.facts import ForwardFacts, parameters_of, read_forward
 from ddpopt.split.forward import copy_for_cutting
 from ddpopt.split.nodes import call_nodes
 from tests.support.graphs import Capture, forward_of
@@ -282,4 +283,5 @@ def test_what_inductor_makes_in_place_is_known() -> None:
         last = graph.call_function(torch.ops.aten.neg.default, (element,))
         graph.call_function(torch.ops.aten.copy_.default, (written, last))
         graph.output(())
-        assert made_in_arguments(fx.GraphModule(nn.Module(), graph)) == {made, element}, operator
+        gm = fx.GraphModule(nn.Module(), graph)
+        assert made_in_arguments(gm, Aliases(gm)) == {made, element}, operator

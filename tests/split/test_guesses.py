@@ -322,7 +322,7 @@ def test_what_is_not_known_to_be_pure_keeps_its_place() -> None:
     graph.output(()).meta["desc"] = []
     facts = read_backward(fx.GraphModule(nn.Module(), graph), ReachableMemory())
     assert list(facts.is_ordered) == [False, True, True, True]
-    assert list(facts.is_repeat) == [False] * len(calls)
+    assert list(facts.is_view_or_constant) == [False] * len(calls)
 
 
 def test_sections_share_a_compile_only_if_the_same_inputs_are_saved_tensors() -> None:

@@ -330,7 +330,7 @@ def test_frozen_parameters_have_no_snapshots(
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, broadcast_buffers=False)
     _train(ddp, _compile(ddp, "auto"))
     assert len(only_cut(ddp).sections) >= 3
-    copied = set[int]().union(*(s for cut in chosen for s in cut.late_forward_reads.values()))
+    copied = set[int]().union(*(s for cut in chosen for s in cut.snapshot_reads.values()))
     assert 1 <= len(copied) <= 4  # the buffers that sections after the first read, and the input
 
 
@@ -342,7 +342,7 @@ def test_running_statistics_have_no_snapshots(
     _compile(ddp, "auto")(torch.randn(4, SIZE)).sum().backward()
     (sections,) = chosen
     assert len(sections.sections) >= 3
-    assert not sections.late_forward_reads
+    assert not sections.snapshot_reads
 
 
 @pytest.mark.quick("auto")
@@ -365,8 +365,8 @@ def test_a_cut_without_snapshots_is_not_accepted(
 
     def plan_without(*arguments: Any) -> BackwardSections:
         cuts = choose_backward_sections(*arguments)
-        assert cuts.late_forward_reads
-        return dataclasses.replace(cuts, late_forward_reads={})
+        assert cuts.snapshot_reads
+        return dataclasses.replace(cuts, snapshot_reads={})
 
     monkeypatch.setattr(compiler, "choose_backward_sections", plan_without)
     ddp = DistributedDataParallel(Checkpointed(), **CAP)

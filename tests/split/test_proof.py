@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split import compiler
-from ddpopt.split.arrival import final_positions
+from ddpopt.split.arrival import final_places
 from ddpopt.split.backward import SectionGraph, make_section_graphs
 from ddpopt.split.cut import Cut
 from ddpopt.split.facts import ReachableMemory, Tie, read_backward
@@ -86,14 +86,12 @@ def _cut_backward(
     plain = [descriptors.PlainAOTInput(a) for a in range(len(gradients))]
     output.meta["desc"] = [descriptors.GradAOTOutput(a) for a in plain]
     gm = fx.GraphModule(nn.Module(), graph)
-    reachable = ReachableMemory(number_of=saved or {})
+    reachable = ReachableMemory(memory_of=saved or {})
     arguments = {a: a for a in range(len(gradients))}
     parameters, made = buckets_of(arguments, buckets)
     facts = dataclasses.replace(read_backward(gm, reachable), **forgotten)
     try:
-        cuts = choose_backward_sections(
-            facts, made, arguments, final_positions(facts, arguments, ())
-        )
+        cuts = choose_backward_sections(facts, made, arguments, final_places(facts, arguments, ()))
     except NotCutError:
         return None
     cut = cut_from_sections(cuts, arrival=tuple(parameters.values()))
@@ -206,7 +204,7 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
     "watch another input": (lambda b: _changed(b, 1, watches=(2,)), "watches other inputs"),
     "release twice": (lambda b: _changed(b, 1, releases=(0,)), "again"),
     "release a parameter that is read later": (
-        lambda b: b._replace(reachable=ReachableMemory(number_of={"saved_2": 0})),
+        lambda b: b._replace(reachable=ReachableMemory(memory_of={"saved_2": 0})),
         "handed",
     ),
 }
@@ -248,10 +246,10 @@ def test_what_stands_before_a_release_runs_before_it_and_that_is_proven() -> Non
     (copied,) = (k for k, s in enumerate(right.sections) if _has(s.graph, _aten.copy_.default))
     assert copied == 1
     with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
-        _noting(pinned_places={}).validate()
+        _noting(observable_calls={}).validate()
     read_alone = {2: 2}
     with pytest.raises(NotCutError, match="stands before the release of gradient 1"):
-        _noting(pinned_places=read_alone).validate()
+        _noting(observable_calls=read_alone).validate()
 
 
 def _write_another(gm: fx.GraphModule) -> None:

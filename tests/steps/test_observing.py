@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ddpopt
-from ddpopt.backend import _FirstForward, _Looking, _Noting, _Verifying
+from ddpopt.backend import _Noting, _Verifying
+from ddpopt.checks.uncompiled import _FirstForward, _WholeForwards
 from ddpopt.inspection.recorder import _Recorder
 from ddpopt.planning import early, hint, static_graph
 from ddpopt.planning.rebucket import _Accumulation, _Permission
@@ -29,7 +30,7 @@ HOOKS: list[tuple[Any, str]] = [
     (_FirstForward, "after_forward"),
     (_Noting, "before_forward"),
     (_Noting, "after_forward"),
-    (_Looking, "after_forward"),
+    (_WholeForwards, "after_forward"),
     (hint._Watch, "before_forward"),
     (early._Watch, "after_forward"),
     (IterationClock, "before_forward"),  # `metrics` has one

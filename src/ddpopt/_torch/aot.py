@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ddpopt._indices import Argument
 from ddpopt._torch import names
 from ddpopt._torch.dynamo import CompilerFn, fake_mode_of, lookup_backend
 from ddpopt._torch.names import PrivateName
@@ -95,7 +96,7 @@ def _tagging_cache(tag: str) -> contextlib.AbstractContextManager[None]:
 
 Compiled = Callable[..., Any]  # takes a list and empties it
 # (section graph, inputs, which of the whole graph's inputs each is, None for others) -> compiled
-CompileSection = Callable[[fx.GraphModule, list[Any], list[int | None]], Compiled]
+CompileSection = Callable[[fx.GraphModule, list[Any], Sequence[int | None]], Compiled]
 
 
 class CutsBackward(Protocol):
@@ -155,7 +156,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 raise names.STRIDES_KEPT.drift()  # Inductor sets it in each backward
 
             def compile_section(
-                section: fx.GraphModule, section_inputs: list[Any], origins: list[int | None]
+                section: fx.GraphModule, section_inputs: list[Any], origins: Sequence[int | None]
             ) -> Compiled:
                 (output,) = section.graph.find_nodes(op="output")
                 values: Any = output.args[0]
@@ -365,7 +366,7 @@ def check_backward(backward: fx.GraphModule) -> None:
         raise names.CUSTOM.drift()  # marks that were set in the trace, see `set_mark`
 
 
-def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
+def gradient_arguments(backward: fx.GraphModule) -> list[Argument | None]:
     """Return, for each value that a backward graph returns, which argument's gradient it is.
 
     Arguments are numbered as in the graph that AOTAutograd was given; it is None if the value is
@@ -379,7 +380,7 @@ def gradient_arguments(backward: fx.GraphModule) -> list[int | None]:
     described = output.meta.get(names.DESCRIPTION.text, ())
     if len(described) != len(output.args[0]):
         raise NotCutError(Reason.NOT_DESCRIBED)
-    arguments: list[int | None] = []
+    arguments: list[Argument | None] = []
     for text in described:
         source = names.GRADIENT_OF.get(text) if isinstance(text, gradient) else None
         arguments.append(names.INPUT_INDEX.get(source) if isinstance(source, plain) else None)
@@ -419,7 +420,7 @@ def mark_of(node: fx.Node, key: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, int]:
+def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, Argument]:
     """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
     plain = names.PLAIN_INPUT.get()
     placeholders = forward.graph.find_nodes(op="placeholder")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._indices import ParameterIndex
 from ddpopt._torch import names
 from ddpopt._torch.parameters import reducer_parameters
 from ddpopt._torch.reducer import ask_buckets, follows_arrival_order, log_of, logged_buckets
@@ -41,8 +42,10 @@ _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 _rebuilt_here: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def final_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
-    """The Reducer's final buckets by parameter index, None if DDP does not tell (yet).
+def final_buckets(
+    ddp: DistributedDataParallel,
+) -> tuple[tuple[ParameterIndex, ...], ...] | None:
+    """The Reducer's final buckets, None if DDP does not tell (yet).
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
     its initial buckets, or was taken through its first steps here, reports them itself.

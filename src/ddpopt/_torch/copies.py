@@ -17,8 +17,8 @@ from ddpopt._torch import names
 from ddpopt._torch.dynamo import (
     compiled_functions,
     compiled_parts,
-    context_apart,
     context_of,
+    context_of_copy,
     unwrap_compiled,
 )
 from ddpopt._torch.new_reducer import make_reducer
@@ -35,21 +35,21 @@ class CompiledCopy(NamedTuple):
 
 
 def copy_compiled(
-    model: nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, is_apart: bool
+    model: nn.Module, deep_copy: Callable[[Any, dict[int, Any]], Any], *, has_own_code: bool
 ) -> CompiledCopy:
     """A copy of a compiled DDP model with a Reducer of its own.
 
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
-    same compiled code for both, unless the copy `is_apart`: then it is compiled separately.
+    same compiled code for both, unless the copy `has_own_code`, compiled for the copy alone.
     """
     parts = compiled_parts(model)
-    contexts = {id(part): context_apart(part) if is_apart else part for part in parts}
+    contexts = {id(part): context_of_copy(part) if has_own_code else part for part in parts}
     ddp = unwrap_compiled(model)
     assert isinstance(ddp, DistributedDataParallel)
-    twin: DistributedDataParallel = object.__new__(type(ddp))
-    copies: dict[int, Any] = {**contexts, id(ddp): twin}  # by the original's id
+    copied_ddp: DistributedDataParallel = object.__new__(type(ddp))
+    copies: dict[int, Any] = {**contexts, id(ddp): copied_ddp}  # by the original's id
     module = deep_copy(ddp.module, copies)
-    _copy_ddp(ddp, twin, module, lambda tensor: deep_copy(tensor, copies))
+    _copy_ddp(ddp, copied_ddp, module, lambda tensor: deep_copy(tensor, copies))
     optimized = names.OPTIMIZED_MODULE.get()
     modules = {part: copies[id(part)] for part in ddp.modules() if id(part) in copies}
     for part, copied in modules.items():
@@ -58,42 +58,43 @@ def copy_compiled(
                 compile_alike = contexts[id(context_of(function))]
                 vars(copied)[name] = compile_alike(rebound(function, copies))
     outer = None if model is ddp else contexts[id(names.DYNAMO_CTX.get(model))]
-    made = twin if outer is None else outer(twin)
+    made = copied_ddp if outer is None else outer(copied_ddp)
     copies[id(model)] = made
-    return CompiledCopy(made, twin, modules, copies)
+    return CompiledCopy(made, copied_ddp, modules, copies)
 
 
 def _copy_ddp(
     ddp: DistributedDataParallel,
-    twin: DistributedDataParallel,
+    copied_ddp: DistributedDataParallel,
     module: nn.Module,
     copy_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Make `twin` a DDP module like `ddp` around `module`; DDP's constructor would communicate.
+    """Make `copied_ddp` a DDP module like `ddp` around `module`.
 
-    `copy_of` copies a parameter that the Reducer has and `ddp.module` has no more.
+    DDP's constructor would communicate. `copy_of` copies a parameter that the Reducer has and
+    `ddp.module` has no more.
     """
     state = vars(ddp)
     copied = {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
-    vars(twin).update({**state, **copied})
-    twin.module = module
-    names.COMM_HOOKS.set([], twin)
-    names.HAS_REBUILT_BUCKETS.set(False, twin)
+    vars(copied_ddp).update({**state, **copied})
+    copied_ddp.module = module
+    names.COMM_HOOKS.set([], copied_ddp)
+    names.HAS_REBUILT_BUCKETS.set(False, copied_ddp)
     for row in (names.SYNCS_GRADIENTS, names.SYNCS_BUFFERS):
-        row.set(True, twin)
+        row.set(True, copied_ddp)
     for row in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
-        row.set(None, twin)
+        row.set(None, copied_ddp)
     ignored = names.IGNORED_PARAMETERS.get(ddp)
     own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
-    names.MODULE_PARAMETERS.set(own, twin)
-    names.ASSIGN_BUFFERS.get(twin)()
+    names.MODULE_PARAMETERS.set(own, copied_ddp)
+    names.ASSIGN_BUFFERS.get(copied_ddp)()
     copied_by_name = dict(module.named_parameters(remove_duplicate=False))
     # By the module's own names, which the copy has too.
     name_of, tensors = names_now(ddp), []
     for tensor in (reduced := reducer_parameters(ddp)):
         is_there = tensor in name_of
         tensors.append(copied_by_name[name_of[tensor]] if is_there else copy_of(tensor))
-    make_reducer(twin, tensors, list(reduced.values()))
+    make_reducer(copied_ddp, tensors, list(reduced.values()))
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:

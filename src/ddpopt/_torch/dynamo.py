@@ -280,7 +280,7 @@ def compile_options(context: Any) -> dict[str, Any]:
     return dict(names.BACKEND_OPTIONS.find(compiler_of(context), {}))
 
 
-def context_apart(context: Any) -> Any:
+def context_of_copy(context: Any) -> Any:
     """Return what compiles as `context` does, but shares its code with nothing else."""
     compiled = torch.compile(
         lambda: None,
@@ -401,7 +401,7 @@ _READS_AVERAGES = ("_functional", "_no_training", "_no_update", "_backward")
 
 
 def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
-    """The places (None: keyword only) and names of the arguments that an operator writes to.
+    """The positions (None: keyword only) and names of the arguments that an operator writes to.
 
     `target` is the operator, or else it is ATen's operator `name`. All overloads count if it is not
     known which is called. Running averages count too, although schemas do not declare them.
@@ -416,7 +416,7 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
         schema = names.SCHEMA.get(overload)  # looked up each time; some cannot be hashed
         if overload not in _writes:
             _writes[overload] = _find_writes(schema)
-    return {place for overload in overloads for place in _writes[overload]}
+    return {written for overload in overloads for written in _writes[overload]}
 
 
 # By an operator's overload, which is another object where it is defined anew.
@@ -426,8 +426,8 @@ _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
     only_reads_averages = schema.name.endswith(_READS_AVERAGES)
     return tuple(
-        (None if argument.kwarg_only else place, argument.name)
-        for place, argument in enumerate(schema.arguments)
+        (None if argument.kwarg_only else position, argument.name)
+        for position, argument in enumerate(schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (argument.name in RUNNING_AVERAGES and not only_reads_averages)
     )

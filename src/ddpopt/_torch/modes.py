@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._indices import ParameterIndex
 from ddpopt._torch import names
 from ddpopt._torch.parameters import reducer_parameters
 from ddpopt._torch.reducer import log_of
@@ -33,7 +34,7 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
     return bool(names.DELAYED_PARAMS.get(ddp))
 
 
-def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[int, ...]:
+def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[ParameterIndex, ...]:
     """The parameters, by index, whose gradient makes DDP reduce the delayed ones."""
     if not has_delayed_parameters(ddp):
         return ()

@@ -7,8 +7,8 @@ unsplit. A name without which only one thing is lost is done without, after a wa
 tests/system/test_drift.py.
 
 What torch writes into graphs, such as the keys of a node's metadata, is private too, and cannot be
-looked up: a graph without it looks like a graph that has nothing to say. Such texts are rows of the
-second kind, `PrivateText`, and each says what becomes of a graph without it.
+looked up: in a graph to which torch had nothing to write, a key is missing as well. Such texts are
+rows of the second kind, `PrivateText`, and each says what becomes of a graph without the text.
 
 A name that torch renamed is one row still, whose text depends on the release:
 `REDUCER = PrivateName(_DDP, "_reducer" if installed_release() >= (2, 16) else "reducer", ...)`.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._indices import ParameterIndex
 from ddpopt._torch import names
 from ddpopt._torch.buckets import note_first_steps_taken, will_rebuild_buckets
 from ddpopt._torch.modes import find_unknown_hook, possible_hooks
@@ -46,7 +47,7 @@ _BY_US = "`replace_reducer` and `make_reducer`, which set it on the new one"
 _NEW = "nobody: the new one is made for other buckets than these"
 
 
-_NO_PART = "nobody: the module or its tensors keep it, and the Reducer has no part in it"
+_NO_PART = "nobody: the DDP module or its tensors have the argument, and its Reducer has not"
 
 
 _REFUSED = "nobody: it is a `DDPMode` that keeps its Reducer"
@@ -140,12 +141,12 @@ def _raise(problem: Exception | None) -> None:
 
 def replace_reducer(
     ddp: DistributedDataParallel,
-    buckets: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[ParameterIndex]],
     caps_bytes: Sequence[int],
-    num_arrivals: Mapping[int, int] | None = None,
+    num_arrivals: Mapping[ParameterIndex, int] | None = None,
     settle: Callable[[Exception | None], None] = _raise,
 ) -> None:
-    """Give `ddp` a new Reducer with these buckets, by parameter index, in launch order. Collective.
+    """Give `ddp` a new Reducer with these buckets, in launch order. Collective.
 
     It has the same comm hook and options, see `GIVEN_BY`. Its first steps are behind it, so that
     it takes part in nothing that the one before would not: see `pass_first_steps`.
@@ -202,15 +203,15 @@ def replace_reducer(
 class Formation(NamedTuple):
     """How a Reducer gets its buckets."""
 
-    # By parameter index, in launch order. None if the Reducer does not tell those that it has: one
+    # In launch order. None if the Reducer does not tell those that it has: one
     # like it forms them as DDP's constructor does.
-    buckets: Sequence[Sequence[int]] | None
+    buckets: Sequence[Sequence[ParameterIndex]] | None
     # DDP's two attributes with the limits of buckets; the second one is None where torch lacks it.
     caps_bytes: Sequence[int]
     config: Any
     # How often each gradient arrives in the Reducer's first steps, in the order of arrival; None if
     # it takes these steps in training.
-    num_arrivals: Mapping[int, int] | None
+    num_arrivals: Mapping[ParameterIndex, int] | None
 
 
 class Change:
@@ -222,9 +223,9 @@ class Change:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        buckets: Sequence[Sequence[int]],
+        buckets: Sequence[Sequence[ParameterIndex]],
         caps_bytes: Sequence[int],
-        num_arrivals: Mapping[int, int] | None,
+        num_arrivals: Mapping[ParameterIndex, int] | None,
     ) -> None:
         if unknown := find_unknown_hook(ddp):
             raise PlanError(unknown)
@@ -248,7 +249,7 @@ class Change:
         arrivals = self._arrivals(buckets, num_arrivals)
         self.after = Formation(buckets, list(caps_bytes), config, arrivals)
 
-    def _present_formation(self, num_arrivals: Mapping[int, int] | None) -> Formation:
+    def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
         ddp, buckets, arrivals = self._ddp, None, None
         if (asked := ask_buckets(ddp)) is not None:
             buckets = []
@@ -260,8 +261,10 @@ class Change:
         return Formation(buckets, list(names.CAPS_BYTES.get(ddp)), config, arrivals)
 
     def _arrivals(
-        self, buckets: Sequence[Sequence[int]], num_arrivals: Mapping[int, int] | None
-    ) -> Mapping[int, int] | None:
+        self,
+        buckets: Sequence[Sequence[ParameterIndex]],
+        num_arrivals: Mapping[ParameterIndex, int] | None,
+    ) -> Mapping[ParameterIndex, int] | None:
         """The arrivals of a Reducer's first steps; None if it is to take these in training."""
         # One that looks for unused parameters keeps the buckets that it is made with.
         if not follows_arrival_order(self._ddp):
@@ -348,7 +351,7 @@ def make_reducer(
 
 def pass_first_steps(
     ddp: DistributedDataParallel,
-    num_arrivals: Mapping[int, int],
+    num_arrivals: Mapping[ParameterIndex, int],
     gradients_of_zeros: Sequence[torch.Tensor | None],
 ) -> None:
     """Take a new Reducer to where any other is from its third step on. Collective.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._indices import ParameterIndex, numbered
 from ddpopt._torch import names
 from ddpopt._torch.reducer import (
     TensorsOfBuckets,
@@ -123,7 +124,7 @@ def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list
 
 def _describe(reduced: Iterable[_Reduced]) -> dict[torch.Tensor, Parameter]:
     described: dict[torch.Tensor, Parameter] = {}
-    for index, (tensor, name, is_sparse) in enumerate(reduced):
+    for index, (tensor, name, is_sparse) in numbered(ParameterIndex, reduced):
         described[tensor] = Parameter(
             index=index,
             name=name,
@@ -191,10 +192,10 @@ def _could_be_formed(buckets: TensorsOfBuckets, order: Sequence[torch.Tensor]) -
 
     In each they are in that order, and buckets are sorted by their first, from last to first.
     """
-    place_of = {tensor: place for place, tensor in enumerate(order)}
-    places = [[place_of[tensor] for tensor in bucket] for bucket in buckets]
-    firsts = [bucket[0] for bucket in places]
-    return all(bucket == sorted(bucket) for bucket in places) and firsts == sorted(firsts)[::-1]
+    index_of = {tensor: index for index, tensor in enumerate(order)}
+    indices = [[index_of[tensor] for tensor in bucket] for bucket in buckets]
+    firsts = [bucket[0] for bucket in indices]
+    return all(bucket == sorted(bucket) for bucket in indices) and firsts == sorted(firsts)[::-1]
 
 
 def _required_tensors(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt._indices import ParameterIndex
 from ddpopt._torch import names
 from ddpopt.errors import TorchDriftError
 
@@ -27,12 +28,15 @@ def log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
     return names.GET_LOGGING_DATA.get(ddp)()
 
 
-def logged_buckets(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+def logged_buckets(
+    ddp: DistributedDataParallel,
+) -> tuple[tuple[ParameterIndex, ...], ...] | None:
     """The rebuilt buckets as DDP's log has them, None without."""
     logged = log_of(ddp).get(names.REBUILT_BUCKETS.text)
     if not logged:
         return None
-    return tuple(tuple(map(int, bucket.split())) for bucket in logged.split(","))
+    buckets = [map(int, bucket.split()) for bucket in logged.split(",")]
+    return tuple(tuple(map(ParameterIndex, bucket)) for bucket in buckets)
 
 
 class LoggedStep(NamedTuple):

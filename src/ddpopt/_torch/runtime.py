@@ -60,7 +60,8 @@ class BackwardEnds:
         """Watch the running backward, unless that has been asked before.
 
         The call comes after DDP's own work. Autograd runs callbacks in the order in which they were
-        queued, and DDP queues its end with the last gradient; so this one queues itself once more.
+        queued, and DDP queues its last one with the last gradient. So our callback, when it runs,
+        only queues another one, which comes after DDP's.
         """
         task = running_backward()
         if task not in self._watched:

@@ -115,8 +115,8 @@ def average_in_8_bits(values: torch.Tensor, groups: Groups, step: int) -> None:
 def _average(leaders: Communicator, values: torch.Tensor) -> None:
     """Replace `values` by their mean, of which each rank computes a chunk; by NaN if one is bad.
 
-    A chunk with a value that is NaN or too large is no chunk that `are_finite`, also after
-    decompression, mean and compression, so that all ranks see it.
+    `are_finite` is False of a chunk in which a value was NaN or too large, also after the chunk was
+    decompressed, averaged and compressed again, so that all ranks see it.
     """
     num_chunks, num_values = leaders.num_ranks, values.numel()
     if num_chunks == 1:

@@ -79,7 +79,7 @@ class UpdateWatch:
         self._is_update_expected = False
 
     def end_pause(self) -> None:
-        """An update that was expected before the pause still is; what was written in it is none."""
+        """Expect the update again that was expected before; writes in the pause are no update."""
         self._is_update_expected = self._was_expected_before_pause
         self.take_baseline()
 

@@ -1,8 +1,8 @@
-"""Steps on a copy of a compiled DDP model: the same code, another Reducer, none of its tensors.
+"""Rehearsals: steps on a copy of a compiled DDP model, which change nothing that the user has.
 
-`warmup` and `verify` want a step without training: nothing that the user has may change. So a step
-runs on a copy, which Dynamo gives the same compiled code (`_torch.copy_compiled`). What is left to
-guard against is a copy that uses the original after all; see `_copies.py`.
+`warmup` and `verify` want a step without training. Dynamo gives the copy the original's compiled
+code (`_torch.copy_compiled`); the copy has a Reducer and tensors of its own. What is left to guard
+against is a copy that uses the original after all; see `_copies.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Outcome(NamedTuple):
     dtypes: frozenset[torch.dtype]  # of the floating point tensors in the output
 
 
-class DryRun:
-    """A model, a batch and a loss, to be tried in stages that end on all ranks or on none.
+class Rehearsal:
+    """A step on a copy of a model, in stages that end on all ranks or on none.
 
     Args:
         model: see `warmup`.
@@ -78,7 +78,7 @@ class DryRun:
             monitored_block, self.ddp.process_group, name, silence_s=silence_s
         )
 
-    def step_locally(self, *, is_apart: bool = False) -> tuple[Rehearsal, bool]:
+    def rehearse(self, *, has_own_code: bool = False) -> tuple[ModelCopy, bool]:
         """Run a step of a copy without DDP's communication; copying, forward, backward are stages.
 
         A forward may communicate by itself, so no rank begins its forward before all have copied
@@ -88,42 +88,42 @@ class DryRun:
             The copy, and whether the step drew random numbers.
 
         Raises:
-            OptionError: as `rehearse`; or the batch cannot be copied; or the copy used the model's
-                own parameters or buffers, which stay unchanged.
+            OptionError: as `copy_model`; or the batch cannot be copied; or the copy used parameters
+                or buffers of the model itself, which stay unchanged.
         """
         with self.stage("copying"):
-            rehearsal = rehearse(self.model, self.loss_fn, is_apart=is_apart)
+            copied = copy_model(self.model, self.loss_fn, has_own_code=has_own_code)
             batch = _copies.copy_batch(self.batch, OptionError)
-        for ddp in rehearsal.ddp_modules:
+        for ddp in copied.ddp_modules:
             _torch.keep_local(ddp)
         state_before = _randomness(self.ddp)
         with (
             torch.enable_grad(),
             same_randomness(self.ddp),
-            rehearsal.drawing(),
-            _copies.shielded(self.ddp.module, rehearsal.initial_buffers, OptionError, _WHAT),
+            copied.drawing(),
+            _copies.shielded(self.ddp.module, copied.initial_buffers, OptionError, _WHAT),
         ):
             with self.stage("forward"):
-                loss, _ = rehearsal.forward(batch)
+                loss, _ = copied.forward(batch)
             with self.stage("backward"):
-                rehearsal.backward(loss)
+                copied.backward(loss)
                 # The steps of `verify`, which communicate, would write to them as well.
-                for name in _copies.written_buffers(self.ddp.module, rehearsal.initial_buffers):
+                for name in _copies.written_buffers(self.ddp.module, copied.initial_buffers):
                     raise OptionError(_copies.use_of_original(name, _WHAT))
             draws_numbers = _randomness(self.ddp) != state_before
-        return rehearsal, draws_numbers
+        return copied, draws_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
-    """A copy of a compiled DDP model, and how to step it."""
+class ModelCopy:
+    """A copy of a compiled DDP model, and a step of it."""
 
     model: torch.nn.Module  # what to call
     ddp: DistributedDataParallel  # the DDP module in it
     ddp_modules: Sequence[DistributedDataParallel]  # that one, and those that the loss is made by
     loss_fn: LossFn | None  # with copies of the modules in it
     initial_buffers: dict[str, torch.Tensor]  # with which each step begins, by name
-    is_apart: bool  # whether it runs code that was compiled for it alone
+    has_own_code: bool  # whether it runs code that was compiled for the copy alone
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, frozenset[torch.dtype]]:
         """The loss of a batch, and the dtypes of the output."""
@@ -140,7 +140,7 @@ class Rehearsal:
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Draw random numbers in this block in the way that its code was compiled for."""
-        return _torch.drawing_as_eager() if self.is_apart else contextlib.nullcontext()
+        return _torch.drawing_as_eager() if self.has_own_code else contextlib.nullcontext()
 
     def reset(self) -> None:
         """Drop gradients, and reset buffers to their values in the original."""
@@ -170,9 +170,9 @@ class Rehearsal:
         return Outcome(loss.detach().clone(), gradients, buffers, dtypes)
 
 
-def rehearse(
-    model: torch.nn.Module, loss_fn: LossFn | None = None, *, is_apart: bool = False
-) -> Rehearsal:
+def copy_model(
+    model: torch.nn.Module, loss_fn: LossFn | None = None, *, has_own_code: bool = False
+) -> ModelCopy:
     """A copy of a compiled DDP model and its loss; see `_torch.copy_compiled`.
 
     Raises:
@@ -184,7 +184,7 @@ def rehearse(
     if mode is not None:
         raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
     try:
-        made = _torch.copy_compiled(model, _copies.deep_copy, is_apart=is_apart)
+        made = _torch.copy_compiled(model, _copies.deep_copy, has_own_code=has_own_code)
     except DDPOptError:
         raise
     except Exception as error:  # modules may define how they are copied
@@ -197,13 +197,13 @@ def rehearse(
     if loss_fn is not None:
         loss_fn = _copies.copy_function(loss_fn, made.memo)
     in_loss = [c for c in made.memo.values() if isinstance(c, DistributedDataParallel)]
-    return Rehearsal(
+    return ModelCopy(
         model=made.model,
         ddp=made.ddp,
         ddp_modules=[made.ddp, *in_loss],
         loss_fn=loss_fn,
         initial_buffers=_copies.copy_buffers(made.ddp.module),
-        is_apart=is_apart,
+        has_own_code=has_own_code,
     )
 
 

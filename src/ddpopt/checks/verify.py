@@ -23,7 +23,7 @@ from ddpopt.checks.comparison import (
     limits_by_name,
     precision_of,
 )
-from ddpopt.checks.copies import DryRun, Outcome, Rehearsal, is_compiled_by_us, rehearse
+from ddpopt.checks.copies import ModelCopy, Outcome, Rehearsal, copy_model, is_compiled_by_us
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import DDPOptError, OptionError, PeerError
 from ddpopt.planning.batch import LossFn
@@ -128,16 +128,16 @@ def verify(
             be copied, all parameters are frozen, or the loss is not a scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
-    run = DryRun(ddp_model, batch, loss_fn, "verify", silence_s)
+    run = Rehearsal(ddp_model, batch, loss_fn, "verify", silence_s)
     limits = limits_by_name(tolerances or {})
     with same_randomness(run.ddp) as restore_randomness, torch.enable_grad():
         # An eager step first, on each rank alone: an error of the model's would leave the other
         # ranks in an allreduce. It also shows whether a step draws random numbers.
         with torch.compiler.set_stance("force_eager"):
-            _, draws_numbers = run.step_locally()
+            _, draws_numbers = run.rehearse()
         with run.stage("copying"):
-            is_apart = _draws_otherwise(ddp_model, draws_numbers)
-        compiled = compile_ahead(run, is_apart=is_apart)
+            has_own_code = _draws_otherwise(ddp_model, draws_numbers)
+        compiled = compile_ahead(run, has_own_code=has_own_code)
         compiled.reset()
 
         def step(stance: str) -> list[Outcome]:
@@ -149,7 +149,7 @@ def verify(
         def compare(stance: str) -> Verification:
             errors = _attempt(run, lambda: compare_steps(step(stance), eager_steps))
             is_compiled = bool(state.get(compiled.ddp).cuts)
-            return _judge(run.ddp, _Report(errors, precision, is_apart, is_compiled, limits))
+            return _judge(run.ddp, _Report(errors, precision, has_own_code, is_compiled, limits))
 
         verification = compare("default")
         if verification.passed:
@@ -187,18 +187,18 @@ def _draws_otherwise(model: torch.nn.Module, draws_numbers: bool) -> bool:
 
 
 def _step_copy(
-    run: DryRun, compiled: Rehearsal, stance: str, restore_randomness: Callable[[], None]
+    run: Rehearsal, compiled: ModelCopy, stance: str, restore_randomness: Callable[[], None]
 ) -> list[Outcome]:
     """Two steps of a copy of the compiled copy, with allreduces, each with the same randomness.
 
     Each call steps a copy of its own, since DDP forms its buckets once, after the first step.
     """
     outcomes = []
-    rehearsal = rehearse(compiled.model, compiled.loss_fn)
+    copied = copy_model(compiled.model, compiled.loss_fn)
     with torch.compiler.set_stance(stance), compiled.drawing():
         for _ in range(_NUM_STEPS):
             restore_randomness()
-            outcomes.append(rehearsal.step(run.batch))
+            outcomes.append(copied.step(run.batch))
     return outcomes
 
 
@@ -206,7 +206,7 @@ class BrokenOffError(PeerError):
     """A rank was lost while ranks communicated; leftovers of that may answer another call."""
 
 
-def _attempt(run: DryRun, compute: Callable[[], T]) -> T:
+def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
     """Return what `compute`, which communicates, returns; an error on one rank is one on all.
 
     A rank with an error waits for the others before it goes on: they may be waiting for it in an
@@ -234,7 +234,7 @@ class _Report(NamedTuple):
 
     errors: StepErrors
     precision: str  # the name of the coarsest dtype; see `precision_of`
-    is_apart: bool  # whether code was compiled for the copy alone
+    has_own_code: bool  # whether code was compiled for the copy alone
     is_compiled: bool  # whether any was compiled; Dynamo may be past its limits
     limits: dict[str, float]  # the tolerances by the names of dtypes, from fine to coarse
 
@@ -261,7 +261,7 @@ def _judge_reports(reports: Sequence[_Report]) -> Verification:
     from_fine_to_coarse = list(limits)
     dtype = max((each.precision for each in reports), key=from_fine_to_coarse.index)
     notes = []
-    if any(each.is_apart for each in reports):
+    if any(each.has_own_code for each in reports):
         notes.append(
             "random numbers were drawn as eager draws them, so training's code is compiled anew"
         )

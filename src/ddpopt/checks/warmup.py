@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
 from ddpopt._text import installed_version
-from ddpopt.checks.copies import DryRun, Rehearsal, dtype_name, is_compiled_by_us
+from ddpopt.checks.copies import ModelCopy, Rehearsal, dtype_name, is_compiled_by_us
 from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
@@ -55,24 +55,24 @@ def warmup(
             be copied, all parameters are frozen, or the loss is not a scalar.
         TypeError: there is no DistributedDataParallel in `ddp_model`.
     """
-    compile_ahead(DryRun(ddp_model, batch, loss_fn, "warmup", silence_s))
+    compile_ahead(Rehearsal(ddp_model, batch, loss_fn, "warmup", silence_s))
 
 
-def compile_ahead(run: DryRun, *, is_apart: bool = False) -> Rehearsal:
-    """As `warmup`, but return the copy, which may be compiled apart (see `Rehearsal`)."""
-    rehearsal, _ = run.step_locally(is_apart=is_apart)
-    state_of_copy = state.get(rehearsal.ddp)
+def compile_ahead(run: Rehearsal, *, has_own_code: bool = False) -> ModelCopy:
+    """As `warmup`, but return the copy, which may have code of its own (see `ModelCopy`)."""
+    copied, _ = run.rehearse(has_own_code=has_own_code)
+    state_of_copy = state.get(copied.ddp)
     with run.stage("comparing"):
-        if not is_apart:
+        if not has_own_code:
             # Training will run the code of the copy, and go on with the search for better buckets
             # that the copy's first forward began.
             state.get(run.ddp).code += state_of_copy.code
-            tuner.continue_search(rehearsal.ddp, run.ddp)
+            tuner.continue_search(copied.ddp, run.ddp)
         facts = _facts_of(run.ddp, state_of_copy.cuts)
     # In mid-training one rank alone may compile nothing more, past Dynamo's limit of recompiles.
     problem = "" if state_of_copy.cuts else _not_compiled(run.model)
     _compare_models(run.ddp, _Report(facts, problem))
-    return rehearsal
+    return copied
 
 
 class _Report(NamedTuple):

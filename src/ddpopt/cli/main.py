@@ -145,7 +145,11 @@ def _add_cluster(command: _Parser) -> None:
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
     latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
     add("--latency-us", type=_real, help=latency)
-    add("--ranks-per-node", type=_whole, help="between which bytes cost nothing (default: 1)")
+    add(
+        "--ranks-per-node",
+        type=_whole,
+        help="of a node, within which a byte costs nothing (default: 1)",
+    )
     add = command.add_argument_group("stragglers").add_argument
     mean = "mean delay of a rank as a part of its computation, such as 0.02"
     add("--stragglers", type=_real, default=0.0, metavar="MEAN", help=mean)

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import count, format_bytes
 from ddpopt._torch import Forward
@@ -157,7 +158,7 @@ class _Recorder(Subscriber):
             yield
             sections.append(RecordedSection(*label, kind, start_s, self._clock.now()))
 
-    def _show_range(self, index: int) -> None:
+    def _show_range(self, index: ParameterIndex) -> None:
         """Begin a range of the profiler with a bucket's last gradient; it ends with the launch."""
         bucket = self._bucket_of.get(index)
         if bucket is not None:

@@ -46,10 +46,10 @@ class Gradient:
         _check(self, "ready_s")
 
     @classmethod
-    def from_dict(cls, content: Any, place: str) -> Gradient:
-        """The gradient that a JSON object at this place of its document describes."""
-        check_keys(cls, content, place)
-        with naming(place):
+    def from_dict(cls, content: Any, path: str) -> Gradient:
+        """The gradient that a JSON object at this path of its document describes."""
+        check_keys(cls, content, path)
+        with naming(path):
             return cls(**content)
 
 
@@ -118,17 +118,17 @@ class Profile:
             )
 
     @classmethod
-    def from_dict(cls, content: Any, place: str) -> Profile:
-        """The profile that a JSON object at this place of its document describes."""
-        check_keys(cls, content, place)
+    def from_dict(cls, content: Any, path: str) -> Profile:
+        """The profile that a JSON object at this path of its document describes."""
+        check_keys(cls, content, path)
         listed = content["gradients"]
         if not isinstance(listed, list):
-            raise PlanError(f"{place}.gradients is {quote(listed)}; it must be a list")
+            raise PlanError(f"{path}.gradients is {quote(listed)}; it must be a list")
         gradients = tuple(
-            Gradient.from_dict(gradient, f"{place}.gradients[{index}]")
+            Gradient.from_dict(gradient, f"{path}.gradients[{index}]")
             for index, gradient in enumerate(listed)
         )
-        with naming(place):
+        with naming(path):
             return cls(**{**content, "gradients": gradients})
 
     @property
@@ -192,10 +192,10 @@ class AllreduceCost:
         _check(self, "contention", at_least=1)
 
     @classmethod
-    def from_dict(cls, content: Any, place: str) -> AllreduceCost:
-        """The cost that a JSON object at this place of its document describes."""
-        check_keys(cls, content, place)
-        with naming(place):
+    def from_dict(cls, content: Any, path: str) -> AllreduceCost:
+        """The cost that a JSON object at this path of its document describes."""
+        check_keys(cls, content, path)
+        with naming(path):
             return cls(**content)
 
     @property
@@ -377,30 +377,30 @@ def _check_text(owner: Any, *names: str) -> None:
             raise PlanError(f"{type(owner).__name__}.{name} is {quote(value)}; it must be text")
 
 
-def check_keys(kind: type, content: Any, place: str) -> None:
+def check_keys(kind: type, content: Any, path: str) -> None:
     """Raise PlanError unless a JSON value is an object with this dataclass's fields as its keys.
 
-    Fields that have a default may be missing. `place` says where in its document the value is, as
+    Fields that have a default may be missing. `path` says where in its document the value is, as
     `profile.gradients[3]`.
     """
     if not isinstance(content, dict):
-        raise PlanError(f"{place} is {quote(content)}; it must be an object")
+        raise PlanError(f"{path} is {quote(content)}; it must be an object")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in content:
-            raise PlanError(f"{place} has no {name!r}")
+            raise PlanError(f"{path} has no {name!r}")
     for name in content:
         if name not in fields:
-            raise PlanError(f"{place} has a key {quote(name)}; its keys are {', '.join(fields)}")
+            raise PlanError(f"{path} has a key {quote(name)}; its keys are {', '.join(fields)}")
 
 
 @contextlib.contextmanager
-def naming(place: str) -> Iterator[None]:
-    """Put the place in a document, or the document's name, before what is wrong with it."""
+def naming(path: str) -> Iterator[None]:
+    """Put the path in a document, or the document's name, before what is wrong with it."""
     try:
         yield
     except ValueError as error:
-        raise PlanError(f"{place}: {error}") from error
+        raise PlanError(f"{path}: {error}") from error
 
 
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> AllreduceCost:

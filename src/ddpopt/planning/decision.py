@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._text import format_ms, table
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
@@ -109,7 +110,7 @@ def _worst_case_profile(
     Each gradient is as late as on the rank where it was latest.
     """
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
-    latest: list[tuple[float, int]] = []  # when a gradient arrived, and its parameter's index
+    latest: list[tuple[float, ParameterIndex]] = []  # when a gradient arrived, and whose
     arrival = itertools.chain.from_iterable(measured_by_rank[0].buckets)
     for position, index in enumerate(arrival):
         times_s = [measured.ready_s[position] for measured in measured_by_rank]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import format_bytes, shorten
 from ddpopt._torch import Forward
@@ -101,7 +102,8 @@ def find_departures(
     # What backward runs, in that order: the graph and how many calls it has. A graph that stays
     # whole counts by the calls of its forward, others by those of what was cut: a rough measure.
     units: list[tuple[Cut, int]] = []
-    place_of: dict[int, int] = {}  # the last unit that has a part of each parameter's gradient
+    # The last unit that has a part of each parameter's gradient.
+    unit_of: dict[ParameterIndex, int] = {}
     for cut, used in reversed(runs):
         sections = cut.sections or (cut.as_one_section(),)
         if cut.split == "forward":
@@ -109,7 +111,7 @@ def find_departures(
         section_of = {name: k for k, section in enumerate(sections) for name in section.parameters}
         for parameter in used:
             section = section_of.get(parameter.name, len(sections) - 1)
-            place_of[parameter.index] = len(units) + section
+            unit_of[parameter.index] = len(units) + section
         units += [(cut, section.num_nodes) for section in sections]
     num_done = list(itertools.accumulate(num_calls for _, num_calls in units))
     num_calls = num_done[-1] if num_done else 0
@@ -120,16 +122,16 @@ def find_departures(
     graphs: dict[Reason, list[str]] = defaultdict(list)
     leaves_early = True  # buckets are launched in order
     for bucket in buckets:
-        places = [place_of[p.index] for p in bucket if p.index in place_of]
-        leaves_early = leaves_early and all(is_early[place] for place in places)
+        units_of_bucket = [unit_of[p.index] for p in bucket if p.index in unit_of]
+        leaves_early = leaves_early and all(is_early[unit] for unit in units_of_bucket)
         for parameter in bucket:
-            place = place_of.get(parameter.index)
+            unit = unit_of.get(parameter.index)
             if leaves_early:
                 early_bytes += parameter.num_bytes
-            elif place is None or is_early[place]:
+            elif unit is None or is_early[unit]:
                 waiting_bytes += parameter.num_bytes
             else:
-                cut, _ = units[place]
+                cut, _ = units[unit]
                 if cut.fallback is None:
                     last_bytes += parameter.num_bytes
                     continue

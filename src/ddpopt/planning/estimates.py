@@ -95,18 +95,18 @@ def estimate(
         first = next(iter(trained.values()))
         device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
     costs = call_costs(graph, device)
-    # The times are by position in the graph: 0 is ready at once, such as an input that is passed
-    # through; the last is the end of backward. A gradient may precede the loss if it does not
-    # depend on its value.
+    # Each time is that behind so many calls: behind none a value is ready at once, such as an input
+    # that is passed through; the last time is the end of backward. A gradient may precede the loss
+    # if it does not depend on its value.
     ends_s = [0.0, *itertools.accumulate(cost.seconds for cost in costs.values())]
     ends_s.append(ends_s[-1])
-    places = {name: place for place, name in enumerate(costs, 1)}
-    forward_s = ends_s[places.get(made_loss.name, 0)]
+    num_calls_to = {name: number for number, name in enumerate(costs, 1)}
+    forward_s = ends_s[num_calls_to.get(made_loss.name, 0)]
     ddp = _torch.unwrap_compiled(model)
     may_be_unused = isinstance(ddp, DistributedDataParallel) and ddp.static_graph
-    place_without_gradient = 0 if is_stand_in and not may_be_unused else len(costs) + 1
+    num_without_gradient = 0 if is_stand_in and not may_be_unused else len(costs) + 1
     ready = {
-        name: place_without_gradient if node is None else places.get(node.name, 0)
+        name: num_without_gradient if node is None else num_calls_to.get(node.name, 0)
         for name, node in zip(trained, made, strict=True)
     }
     gradients = tuple(

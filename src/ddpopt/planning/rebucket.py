@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _logs, _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
@@ -83,7 +84,8 @@ def _read(plan: object) -> BucketPlan:
 def _find_noted(ddp: DistributedDataParallel) -> str:
     """Say why gradients may be noted as used that no backward has reduced; "" if there are none.
 
-    A backward that went past DDP, through `ddp.module`, leaves such notes too; nobody counts those.
+    A backward that went past DDP, through `ddp.module`, notes gradients as used as well, and no
+    count of ours tells of such a backward.
     """
     if _torch.follows_arrival_order(ddp) or not _torch.has_gradients(ddp):
         return ""
@@ -316,9 +318,9 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 
 
 def take_back(
-    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+    ddp: DistributedDataParallel, buckets: state.Buckets, caps_bytes: Sequence[int]
 ) -> None:
-    """Give `ddp` back the buckets, by index, that it had before a plan, and their limits.
+    """Give `ddp` back the buckets that it had before a plan, and their limits.
 
     The members of a bucket come in the order in which DDP had them, and equally on all ranks: it is
     their order in the tensor that is reduced. Where DDP follows it, that is the order in which
@@ -331,7 +333,7 @@ def take_back(
 
 
 def _replace_reducer(
-    ddp: DistributedDataParallel, buckets: Sequence[Sequence[int]], caps_bytes: Sequence[int]
+    ddp: DistributedDataParallel, buckets: state.Buckets, caps_bytes: Sequence[int]
 ) -> None:
     def settle(problem: Exception | None) -> None:
         def find_facts() -> list[Fact]:
@@ -349,8 +351,8 @@ def _replace_reducer(
         watching.forget_notes()
 
 
-def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[int]]:
-    """The buckets of a plan that fits, by parameter index."""
+def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[ParameterIndex]]:
+    """The buckets of a plan that fits, as DDP has its own."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     plain_of = _plain_names(ddp, plan)
     return [[index_of[plain_of[name]] for name in bucket.parameters] for bucket in plan.buckets]

@@ -20,6 +20,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import Lifetime, Slot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
@@ -36,7 +37,8 @@ from ddpopt.steps.observing import observing
 
 # By parameter index, of this rank; None until it is known. It stays when compiled code goes, since
 # a graph that changes is an error in DDP.
-_num_arrivals: Slot[Mapping[int, int] | None] = Slot(lambda: None, Lifetime.MODULE)
+_num_arrivals: Slot[Mapping[ParameterIndex, int] | None]
+_num_arrivals = Slot(lambda: None, Lifetime.MODULE)
 
 
 def watch(ddp: DistributedDataParallel) -> None:
@@ -52,8 +54,8 @@ def watch(ddp: DistributedDataParallel) -> None:
             subscribe(ddp, counter, Turn.REMEMBERS)
 
 
-def find_arrivals(ddp: DistributedDataParallel) -> Mapping[int, int] | None:
-    """How often each gradient of a static graph arrives, by parameter index; None if unknown."""
+def find_arrivals(ddp: DistributedDataParallel) -> Mapping[ParameterIndex, int] | None:
+    """How often each gradient of a static graph arrives; None if unknown."""
     return _num_arrivals.get(ddp)
 
 
@@ -62,7 +64,7 @@ class _Counter(Subscriber):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self._num: dict[int, int] = {}
+        self._num: dict[ParameterIndex, int] = {}
         self._is_counting = False
         # When DDP last took each gradient for ready, as the present forward began. Asked now, so
         # that no step finds that the name has moved.
@@ -87,7 +89,7 @@ class _Counter(Subscriber):
         self._num = {}
         self._ready_ns = _torch.ready_ns(ddp)
 
-    def _arrive(self, index: int, _gradients: object) -> None:
+    def _arrive(self, index: ParameterIndex, _gradients: object) -> None:
         if self._is_counting:
             self._num[index] = self._num.get(index, 0) + 1
             self._ends.watch()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import Lifetime, Slot
 from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
@@ -36,8 +37,8 @@ class Measured:
 
     # Why there are no times.
     problem: str = ""
-    # The Reducer's buckets in these steps, by parameter index.
-    buckets: tuple[tuple[int, ...], ...] = ()
+    # The Reducer's buckets in these steps.
+    buckets: tuple[tuple[ParameterIndex, ...], ...] = ()
     # When each gradient arrived, from the end of forward, in the order of `buckets`.
     ready_s: tuple[float, ...] = ()
     forward_s: float = 0.0

@@ -111,7 +111,8 @@ def search_again(ddp: DistributedDataParallel) -> None:
     """Forget what was found, and search once more, where a network has changed.
 
     Call it on all ranks in the same step, when the search before is over and DDP has buckets of its
-    own (`rebucket.take_back`): a plan in force counts as somebody else's.
+    own (`rebucket.take_back`): a search leaves a module alone that runs with a plan, since somebody
+    other than the search may have applied the plan.
     """
     tuner = find_tuner(ddp)
     assert tuner is not None, "there was a search before"
@@ -431,8 +432,7 @@ class _Tuner(Subscriber):
 class _Change(NamedTuple):
     """A change of buckets that is to be judged: what there was before, and what was predicted."""
 
-    # By parameter index.
-    buckets_before: Sequence[Sequence[int]]
+    buckets_before: state.Buckets
     # What each rank measured; empty on all ranks but the first, which judges by it.
     measured_before: Sequence[Measured]
     caps_bytes_before: Sequence[int]

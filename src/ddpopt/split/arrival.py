@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import BEFORE_ALL_CALLS, Argument, ParameterIndex, Place
 from ddpopt.reducer import Parameter
 from ddpopt.split.facts import BackwardFacts
 
@@ -49,59 +50,62 @@ class Others(enum.Enum):
 
 def order_arrival(
     parameters: Sequence[Parameter],
-    place: Mapping[int, float],
-    later: Sequence[Parameter] = (),
-    earlier: Sequence[Parameter] = (),
+    lateness: Mapping[ParameterIndex, float],
+    arrives_before: Sequence[Parameter] = (),
+    arrives_after: Sequence[Parameter] = (),
     others: Others = Others.FIRST,
-    of_root: Collection[int] = (),
+    of_root: Collection[ParameterIndex] = (),
 ) -> tuple[Parameter, ...]:
     """All parameters of a Reducer in the order in which their gradients become final.
 
     Args:
         parameters: those of the Reducer.
-        place: how late in backward the gradient of each of the graph's own parameters is final, by
-            index. Of equally late ones the one registered last comes first, as in eager modules.
-        later: parameters of graphs that run after this one in forward, in arrival order. They
-            arrive before the graph's own.
-        earlier: the same of graphs that run before this one. They arrive after the graph's own.
+        lateness: how late in backward the gradient of each of the graph's own parameters is final.
+            Of equally late ones the one registered last comes first, as in eager modules.
+        arrives_before: parameters that arrive before the graph's own, in arrival order: those of
+            graphs that run after this one in forward.
+        arrives_after: parameters that arrive after the graph's own, in arrival order: those of
+            graphs that run before this one.
         others: when the rest arrives.
-        of_root: parameters that the root module has itself, by index.
+        of_root: parameters that the root module has itself.
     """
-    place_later = {parameter.index: position for position, parameter in enumerate(later)}
-    place_earlier = {parameter.index: position for position, parameter in enumerate(earlier)}
-    last_own = max(place, default=-1)
-    first_earlier = min(place_earlier, default=-1)
+    turn_before = {parameter.index: turn for turn, parameter in enumerate(arrives_before)}
+    turn_after = {parameter.index: turn for turn, parameter in enumerate(arrives_after)}
+    last_own = max(lateness, default=-1)
+    first_after = min(turn_after, default=-1)
 
     def key(parameter: Parameter) -> tuple[int, float, int]:
         index = parameter.index
-        if index in place_earlier:
-            return (4, place_earlier[index], 0)
-        if index in place:
-            return (2, place[index], -index)
-        if index in place_later:
-            return (1, place_later[index], 0)
+        if index in turn_after:
+            return (4, turn_after[index], 0)
+        if index in lateness:
+            return (2, lateness[index], -index)
+        if index in turn_before:
+            return (1, turn_before[index], 0)
         if others is Others.LAST:
             return (5, index, 0)
         if others is Others.FIRST or index > last_own or index in of_root:
             return (0, 0, -index)
-        return (5 if index < first_earlier else 3, 0, -index)
+        return (5 if index < first_after else 3, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 
 
-def final_positions(
-    facts: BackwardFacts, argument_of: Mapping[int, int], elsewhere: Collection[int]
-) -> dict[int, int]:
-    """The call of a backward graph after which each parameter's gradient is final, by index.
+def final_places(
+    facts: BackwardFacts,
+    argument_of: Mapping[ParameterIndex, Argument],
+    elsewhere: Collection[ParameterIndex],
+) -> dict[ParameterIndex, Place]:
+    """Where in a backward graph each parameter's gradient is final.
 
-    `argument_of` gives each parameter's position among the forward's arguments. Parameters
-    `elsewhere` are used again by a graph whose backward runs later, so theirs are not final here; a
-    graph that may communicate does not distinguish them, as in `read_forward`.
+    Parameters `elsewhere` are used again by a graph whose backward runs later, so their gradients
+    are not final here; of a graph that may communicate they are not distinguished, as in
+    `read_forward`.
     """
     if any(facts.communicates):
         elsewhere = ()
     return {
-        index: max(facts.gradients[argument], default=-1)
+        index: max(map(Place, facts.gradients[argument]), default=BEFORE_ALL_CALLS)
         for index, argument in argument_of.items()
         if argument in facts.gradients and index not in elsewhere
     }
@@ -121,7 +125,7 @@ def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
     return paths.pop() if len(paths) == 1 else ()
 
 
-def has_twin(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
+def may_share_code(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
     """Whether the module at a path may share its graph with another one below the root.
 
     Dynamo makes parameters inputs, so one compiled frame serves all modules of a class, such as

@@ -7,7 +7,7 @@
     saved, kept     -> [section 2] -> gradients of bucket 2
 
 Each value that a section may take, an input of the graph or one that an earlier section kept, has a
-*slot*: a place in the list on which the sections of one run work. A section empties the slots
+*slot*: an index of the list on which the sections of one run work. A section empties the slots
 that no later one reads, so that saved tensors are freed as early as in the whole graph.
 
 The compiled sections run in gates, see `gates.py`. These need a *token*, an additional input and
@@ -28,11 +28,11 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import Argument, Call, Memory, Slot, numbered
+from ddpopt.split.aliases import Aliases
 from ddpopt.split.facts import (
     ReachableMemory,
     gradient_nodes,
-    memory_of,
-    repeats_of,
     watched_inputs,
 )
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
@@ -43,7 +43,7 @@ from ddpopt.split.sections import BackwardSections
 # ---- The token -------------------------------------------------------------------------------
 
 
-def add_token(gm: fx.GraphModule, watched: Sequence[int] = ()) -> None:
+def add_token(gm: fx.GraphModule, watched: Sequence[Argument] = ()) -> None:
     """Add the token as last input and, so that it gets a gradient, a copy of it as last output.
 
     On the token's way through the graph it is noted when the gradients of the arguments `watched`
@@ -71,7 +71,9 @@ def return_token_itself(forward: fx.GraphModule) -> None:
     forward.recompile()
 
 
-def drop_token_gradient(backward: fx.GraphModule, token_argument: int) -> list[int | None]:
+def drop_token_gradient(
+    backward: fx.GraphModule, token_argument: Argument
+) -> list[Argument | None]:
     """Have a backward return None for the token; return which argument each gradient is for.
 
     What the token gets is not a value of the graph: it is the run's handle, see `gates.py`.
@@ -96,14 +98,14 @@ class Flow:
     then gradients. Slots below the number of the whole graph's inputs are those inputs.
     """
 
-    takes: tuple[int, ...]
-    # The slots that are emptied when the section runs: no later one reads them.
-    drops: tuple[int, ...]
-    keeps: tuple[int, ...]
+    takes: tuple[Slot, ...]
+    # The slots that are emptied when the section runs: no later section reads them.
+    drops: tuple[Slot, ...]
+    keeps: tuple[Slot, ...]
     # The arguments of the forward to which the gradients belong.
-    releases: tuple[int, ...]
+    releases: tuple[Argument, ...]
     # Of `takes`: what no hook may have written to since this backward began.
-    watches: tuple[int, ...]
+    watches: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +125,11 @@ def make_section_graphs(
     """
     calls = call_nodes(gm.graph)
     snapshots: list[fx.Node] = []
-    if chosen.late_forward_reads:
-        gm, calls, snapshots = _with_snapshots(gm, chosen.late_forward_reads, reachable)
+    if chosen.snapshot_reads:
+        gm, calls, snapshots = _with_snapshots(gm, chosen.snapshot_reads, reachable)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
-    repeats = repeats_of(gm)
+    aliases = Aliases(gm)
 
     # The values that each section makes, releases, and reads from outside.
     made = [[calls[i] for i in chosen.order[s.start : s.stop]] for s in chosen.sections]
@@ -137,12 +139,12 @@ def make_section_graphs(
     symbols = [node for node in inputs if isinstance(_torch.aten_value(node), torch.SymInt)]
     taken = []
     for nodes, gradients_of_section in zip(made, released, strict=True):
-        taken.append({*symbols, *_taken(nodes, gradients_of_section, repeats)})
+        taken.append({*symbols, *_taken(nodes, gradients_of_section, aliases)})
 
     # Which values are kept between sections, and for how long.
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
-    slot_of = {node: slot for slot, node in enumerate([*inputs, *itertools.chain(*kept)])}
+    slot_of = {node: slot for slot, node in numbered(Slot, [*inputs, *itertools.chain(*kept)])}
     held_outside = {node for node in inputs if _torch.is_held_outside(node)}
     tangents = {node for node in inputs if _torch.is_tangent(node)}
     tangents_last_taken = max((last_taken.get(node, 0) for node in tangents), default=0)
@@ -159,7 +161,7 @@ def make_section_graphs(
         for gradient in released[k]:
             value = builder.value_of(gradient)
             # A hook may write to a gradient, so memory that is still needed is not handed out.
-            memory = memory_of(gradient, repeats)
+            memory = aliases.base_of(gradient)
             last = tangents_last_taken if memory in tangents else last_taken.get(memory, k)
             outputs.append(builder.clone_of(value) if last > k else value)
         flow = Flow(
@@ -174,12 +176,10 @@ def make_section_graphs(
     return tuple(sections)
 
 
-def _taken(
-    made: Sequence[fx.Node], released: Sequence[fx.Node], repeats: AbstractSet[fx.Node]
-) -> set[fx.Node]:
+def _taken(made: Sequence[fx.Node], released: Sequence[fx.Node], aliases: Aliases) -> set[fx.Node]:
     """What a section that makes and releases these nodes reads from outside.
 
-    A repeat is made inside, so what it reads is read instead.
+    It makes views and constants itself, and so takes what a view reads in place of the view.
     """
     inside = set(made)
     outside: set[fx.Node] = set()
@@ -191,9 +191,9 @@ def _taken(
         if node in inside or node in outside or node.op == "get_attr":
             continue
         outside.add(node)
-        if node in repeats:
+        if node in aliases.views_and_constants:
             pending.extend(node.all_input_nodes)
-    return outside - repeats
+    return outside - aliases.views_and_constants
 
 
 class _SectionBuilder:
@@ -214,7 +214,7 @@ class _SectionBuilder:
             self._values[node].meta = dict(node.meta)
 
     def value_of(self, node: fx.Node) -> fx.Node:
-        """The node's value in this section; a repeat or an attribute is made on demand."""
+        """The node's value here; a view, a constant or an attribute is made when it is needed."""
         if node not in self._values:
             args = fx.map_arg(node.args, self.value_of)
             kwargs = fx.map_arg(node.kwargs, self.value_of)
@@ -244,7 +244,7 @@ def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def _with_snapshots(
     gm: fx.GraphModule,
-    late_reads: Mapping[int, AbstractSet[int]],
+    late_reads: Mapping[Call, AbstractSet[Memory]],
     reachable: ReachableMemory,
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """A copy of a graph in which these calls read snapshots of this memory.
@@ -258,28 +258,32 @@ def _with_snapshots(
     (original_output,) = gm.graph.find_nodes(op="output")
     output.meta = dict(original_output.meta)
     calls = [copies[node] for node in call_nodes(gm.graph)]
-    repeats = {copies[node] for node in repeats_of(gm)}
-    in_snapshots = frozenset().union(*late_reads.values())
+    views = {copies[node] for node in Aliases(gm).views_and_constants}
+    in_snapshots = frozenset[Memory]().union(*late_reads.values())
     made: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
         if reachable.find(placeholder) in in_snapshots:
             with graph.inserting_before(calls[0]):
-                snapshots[placeholder], *views = _snapshot(graph, placeholder, made)
-            repeats.update(views)
+                snapshots[placeholder], *views_of_copy = _snapshot(graph, placeholder, made)
+            views.update(views_of_copy)
 
-    def snapshot_of(node: fx.Node, read: AbstractSet[int]) -> fx.Node:
+    def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
         """The same value as a node's, in the memory of snapshots where it is one of `read`."""
         if node in snapshots and reachable.find(node) in read:
             return snapshots[node]
-        if node not in repeats:
+        if node not in views:
             return node
         sources = {source: snapshot_of(source, read) for source in node.all_input_nodes}
         if all(source is other for source, other in sources.items()):
             return node
         with graph.inserting_before(node):
             view = graph.node_copy(node, sources.__getitem__)
-        repeats.add(view)
+        # The copied value is in the original's memory, and this one in the snapshot's.
+        assert callable(view.target)
+        arguments, keywords = fx.map_arg((view.args, view.kwargs), _value_of)
+        _torch.set_aten_value(view, view.target(*arguments, **keywords))
+        views.add(view)
         return view
 
     for call, read in late_reads.items():
@@ -340,7 +344,7 @@ def _value_of(argument: Any) -> Any:
 def compile_backward_sections(
     sections: Sequence[SectionGraph],
     inputs: Sequence[Any],
-    saved: Collection[int],
+    saved: Collection[Slot],
     compile_section: _torch.CompileSection,
     graph: str,
 ) -> tuple[list[Callable[..., Any]], list[int]]:
@@ -354,8 +358,8 @@ def compile_backward_sections(
         NotCutError: the inner compiler raised.
     """
     compiled: list[Callable[..., Any]] = []
-    place_by_identity: dict[object, int] = {}
-    places = []
+    number_by_identity: dict[object, int] = {}
+    numbers = []
     compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
         placeholders = section.graph.graph.find_nodes(op="placeholder")
@@ -369,13 +373,13 @@ def compile_backward_sections(
         identity = _identity(section.graph, values, are_saved)
         if identity is None:
             identity = index  # equal to no other
-        if identity not in place_by_identity:
-            place_by_identity[identity] = len(compiled)
+        if identity not in number_by_identity:
+            number_by_identity[identity] = len(compiled)
             compile_it = functools.partial(compile_section, section.graph, values, origins)
             description = f"backward section {index} of {len(sections)}"
             compiled.append(compiler.compile(index, description, compile_it))
-        places.append(place_by_identity[identity])
-    return compiled, places
+        numbers.append(number_by_identity[identity])
+    return compiled, numbers
 
 
 def _identity(

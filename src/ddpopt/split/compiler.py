@@ -1,12 +1,16 @@
 """From Dynamo's graph to what runs in its place: facts, sections, graphs, proof, compiled code.
 
-`GraphCompiler` takes one graph all the way; read `compile` first. A step's own file says how it is
-done: what a graph is like (`facts.py`), where it stands among others (`arrival.py`), which sections
-it gets (`sections.py`), the sections' graphs (`backward.py`, `forward.py`), that these compute
-what the graph does (`proof.py`), and what runs (`gates.py`, `runner.py`).
+    graph = read_graph(gm, example_inputs, ddp, options)        graph.py
+    buckets = which_buckets(graph, lateness)                    buckets.py
+    cutter = BackwardCutter(graph, ...)                         what AOTAutograd calls back
+    call = aot(traced, example_inputs, cutter)
+    cutter.result                                               the cut, and the compiled sections
 
-`backend.py` decides which graphs come here. An *argument* is an input of Dynamo's graph, by its
-position.
+`_compile_graph` takes one graph all the way. A step's own file says how it is done: what a graph is
+like (`facts.py`), where it stands among others (`arrival.py`), which sections it gets
+(`sections.py`), the sections' graphs (`backward.py`, `forward.py`), that these compute what the
+graph does (`proof.py`), and what runs (`gates.py`, `runner.py`). `backend.py` decides which graphs
+come here.
 
 What comes of it, where the backward is cut: one compiled forward, and compiled sections of the
 backward. AOTAutograd's own autograd node runs section 0. Each other section has a *gate*, an
@@ -19,36 +23,25 @@ order in which gradients arrive, the runner delays them to give them that order.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._indices import Argument, Call, ParameterIndex, Place, SectionIndex, Slot, numbered
 from ddpopt._text import source_digest
-from ddpopt.errors import DisagreementError, NotCutError, Reason, TorchDriftError
+from ddpopt.errors import DisagreementError, NotCutError, Reason
 from ddpopt.options import Options
-from ddpopt.reducer import (
-    Bucket,
-    in_launch_order,
-    known_buckets,
-    predict_buckets,
-)
 from ddpopt.split import state
 from ddpopt.split.arrival import (
-    Others,
-    final_positions,
-    frame_module,
-    has_twin,
-    order_arrival,
+    final_places,
 )
 from ddpopt.split.backward import (
     Flow,
@@ -59,15 +52,16 @@ from ddpopt.split.backward import (
     make_section_graphs,
     return_token_itself,
 )
+from ddpopt.split.buckets import GraphBuckets, which_buckets
 from ddpopt.split.cut import Cut, GraphText, digest_of_order, parts_of_buckets
 from ddpopt.split.dump import find_crossings, is_showing, show, write
 from ddpopt.split.facts import (
     BackwardFacts,
+    ForwardFacts,
     ForwardOutput,
     find_reachable,
     forward_outputs,
     gradient_nodes,
-    parameters_of,
     read_backward,
     read_forward,
     refuse_linked_calls,
@@ -83,23 +77,22 @@ from ddpopt.split.gates import (
     new_token,
     run_first_section,
 )
+from ddpopt.split.graph import DynamoGraph, new_cut, read_graph
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
     describe,
     has_ragged_sizes,
-    may_communicate,
     name_of,
     output_values,
     uses_streams,
 )
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
 from ddpopt.split.releases import ReleaseOrder, mark_functions
-from ddpopt.split.runner import Call, CompiledGraph, GraphRunner, StartOnModule
+from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
 from ddpopt.split.sections import (
     choose_backward_sections,
     choose_forward_sections,
-    fine_buckets,
 )
 from ddpopt.steps.sections import Label, report_runs
 
@@ -110,24 +103,24 @@ def compile_under_ddp(
     ddp: DistributedDataParallel,
     options: Options,
     start: StartOnModule,
-) -> Call:
+) -> CompiledCall:
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
     Further modules may run the result; each is given to `start` first. It raises what compiling the
     whole graph raises, and what Dynamo raises to trace a frame again.
     """
-    compiler: GraphCompiler | None = None
+    graph: DynamoGraph | None = None
     try:
         _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
-        compiler = GraphCompiler(gm, example_inputs, ddp, options)
-        result = compiler.compile(example_inputs)
+        graph = read_graph(gm, example_inputs, ddp, options)
+        result = _compile_graph(graph, example_inputs)
     except _torch.control_flow_exceptions():
         raise  # Dynamo traces the frame again
     except Exception as error:
         # A graph that nobody has thought of, or a release of torch, may raise anything here. Only
         # overlap is lost: the reason is logged, and the graph compiled whole.
         refusal = NotCutError.because_of(error)
-        if compiler is not None and not compiler.may_fall_back_for(refusal.reason):
+        if graph is not None and not graph.may_fall_back_for(refusal.reason):
             raise _disagreement(_torch.graph_name(gm), refusal) from error
         return compile_whole(gm, example_inputs, ddp, options, refusal, start)
     call = result.call
@@ -136,7 +129,7 @@ def compile_under_ddp(
         call = options.inner(gm, list(example_inputs))
         call = report_runs(call, Label(result.cut.graph, 0))
     compiled = CompiledGraph(
-        cut=result.cut, text=result.text, call=call, argument_of=compiler.argument_of
+        cut=result.cut, text=result.text, call=call, argument_of=graph.argument_of
     )
     module_state = state.get(ddp)
     arrives_last, cut_for = module_state.rules.arrives_last, module_state.cut_for
@@ -161,9 +154,9 @@ def compile_whole(
     options: Options,
     refusal: NotCutError,
     start: StartOnModule = lambda _: None,
-) -> Call:
+) -> CompiledCall:
     """Compile a graph whole, for a named reason; `start` as for `compile_under_ddp`."""
-    cut = dataclasses.replace(_new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
+    cut = dataclasses.replace(new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
     text = GraphText()
     if ddp is not None:
         text = GraphText(nodes=(describe(call_nodes(gm.graph)),))
@@ -189,7 +182,7 @@ def _make_runner(
     options: Options,
     start: StartOnModule,
     cut_for: state.CutFor,
-    arrives_last: Sequence[int] = (),
+    arrives_last: Sequence[ParameterIndex] = (),
 ) -> GraphRunner:
     """Make the runner of a compiled graph, register it with the module, and log the cut."""
     runner = GraphRunner(
@@ -203,19 +196,6 @@ def _make_runner(
     runner.keep_for(ddp)
     _log(options, compiled.cut, ddp)
     return runner
-
-
-def _new_cut(gm: fx.GraphModule, options: Options) -> Cut:
-    """The record of a graph of which nothing is known yet: no sections, no buckets, no reason."""
-    calls, num_collectives = call_nodes(gm.graph), 0
-    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
-        num_collectives = sum(map(may_communicate, calls))
-    return Cut(
-        graph=_torch.graph_name(gm),
-        inner=options.inner_name,
-        num_nodes=len(calls),
-        num_collectives=num_collectives,
-    )
 
 
 def _log(options: Options, cut: Cut, ddp: DistributedDataParallel | None) -> None:
@@ -243,7 +223,7 @@ class _StoredCut:
     # backward that stays whole has none.
     sections: Sequence[tuple[int, Flow]]
     # The argument to which each gradient that AOTAutograd expects belongs.
-    argument_of_output: Sequence[int | None]
+    argument_of_output: Sequence[Argument | None]
 
 
 class _Result(NamedTuple):
@@ -251,236 +231,141 @@ class _Result(NamedTuple):
 
     cut: Cut
     text: GraphText
-    call: Call | None
+    call: CompiledCall | None
 
 
-class GraphCompiler:
-    """Compiles one graph under a DDP module.
+def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
+    """Compile a graph, its backward cut or else its forward; or leave it whole.
 
-    If the backward is cut, AOTAutograd traces the graph and calls back, in this order:
-    `edit_forward`, `compile_backward`, `make_backward`. If it finds the result of an earlier
-    compile in its cache, it calls `make_backward` alone.
+    Raises:
+        NotCutError: a section could not be compiled, or not be proven. The other way to cut is not
+            tried then: something is wrong that is to be reported.
+    """
+    # Backward reaches a parameter's first use last.
+    buckets = which_buckets(graph, {index: -use for index, use in graph.first_use.items()})
+    cut = _cut_for(graph, buckets)
+    # Tracing a backward is worth it if the graph has parts of two buckets. A graph that may
+    # communicate and releases a gradient is cut whatever the buckets are, see [Note: collectives].
+    has_parts = len(parts_of_buckets(buckets.to_cut_at, graph.first_use)) > 1
+    has_an_order = graph.communicates and bool(graph.first_use)
+    if (has_parts or has_an_order) and graph.options.split != "forward":
+        try:
+            return _cut_backward(graph, example_inputs)
+        except _torch.control_flow_exceptions():
+            raise
+        except Exception as error:
+            # Any error costs the cut of backward, as in `compile_under_ddp`; forward may be cut
+            # instead.
+            refusal = NotCutError.because_of(error, in_backward=True)
+            if not refusal.reason.is_of_backward or not graph.may_fall_back_for(refusal.reason):
+                raise
+            cut = dataclasses.replace(cut, backward_fallback=refusal.reason, detail=refusal.detail)
+    return _cut_forward(graph, cut, buckets, example_inputs)
+
+
+def _cut_for(graph: DynamoGraph, buckets: GraphBuckets) -> Cut:
+    """A cut without sections: the Reducer's buckets, and the order in which gradients arrive."""
+    return dataclasses.replace(graph.empty_cut, buckets=buckets.recorded, arrival=buckets.arrival)
+
+
+def _left_whole(graph: DynamoGraph, cut: Cut, reason: Reason) -> Cut:
+    """The cut of a graph in which no boundary helps, or none is possible."""
+    if reason is Reason.ONE_BUCKET and graph.ddp_state.has_planned_buckets:
+        reason = Reason.ONE_PLANNED_BUCKET
+    if reason is Reason.NO_PARAMETERS:
+        cut = cut.with_buckets(())  # it says nothing of buckets that it has no part in
+    return dataclasses.replace(cut, fallback=reason)
+
+
+# ---- Backward --------------------------------------------------------------------------------
+
+
+def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
+    """Compile the forward whole, and the backward in sections.
+
+    Raises:
+        NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a section.
+    """
+    aot = graph.options.aot
+    if aot is None:
+        cuda_graphs = graph.options.has_cuda_graphs
+        raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
+    if graph.first_use.keys() - graph.argument_of.keys():
+        raise NotCutError(Reason.ATTRIBUTES)
+    if _torch.wants_cuda_graphs(graph.gm):
+        raise NotCutError(Reason.CUDA_GRAPHS)
+    if uses_streams(graph.gm.graph):
+        raise NotCutError(Reason.STREAMS)  # what the backward has of it is not seen there
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
+    # The token is one more input and output, by which autograd will call the sections after the
+    # first (gates.py). It is added to a copy, since forward may still be cut if this fails.
+    traced = copy_for_cutting(graph.gm)
+    if not are_plain or has_ragged_sizes(traced.graph):
+        raise NotCutError(Reason.SUBCLASSES)
+    # The token's device, and that of all gradients.
+    device = next(tensor.device for tensor in tensors if tensor.requires_grad)
+    differentiated = [
+        argument
+        for argument, value in numbered(Argument, example_inputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    function_arguments = mark_functions(traced)
+    add_token(traced, differentiated)
+    cutter = BackwardCutter(graph, device, ReleaseOrder(differentiated), function_arguments)
+    with cutter.release_order.noting():
+        call = aot(traced, [*example_inputs, new_token(device)], cutter)
+    stored, further_sections = cutter.result
+    cut = dataclasses.replace(stored.cut, graph=graph.name)  # the cache knows no names
+    if cut.fallback is not None:
+        write(graph.gm, cut, stored.text, {"original": graph.gm})
+    return _Result(cut, stored.text, GatedGraph(call, further_sections, device))
+
+
+class _CutBackward(NamedTuple):
+    """What `BackwardCutter` makes, besides what it gives to AOTAutograd."""
+
+    stored: _StoredCut
+    # The sections after the first, which AOTAutograd's own node runs.
+    further_sections: Sequence[CompiledSection]
+
+
+class BackwardCutter:
+    """What AOTAutograd calls while it compiles one graph; it is used for nothing else.
+
+    In this order: `edit_forward`, `compile_backward`, `make_backward`. If AOTAutograd finds the
+    result of an earlier compile in its cache, it calls `make_backward` alone.
     """
 
     def __init__(
         self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        ddp: DistributedDataParallel,
-        options: Options,
+        graph: DynamoGraph,
+        device: torch.device,
+        release_order: ReleaseOrder,
+        function_arguments: Mapping[int, frozenset[Argument]],
     ) -> None:
-        """Read Dynamo's graph."""
-        _torch.check_dynamo_graph(gm)
-        self._gm = gm
-        # AOTAutograd may keep this object: of the first batch it has no more than this.
-        self._num_inputs = len(example_inputs)
-        # The positions of those that are parameters, and whether each is trained.
-        self._parameters = {
-            place: value.requires_grad
-            for place, value in enumerate(example_inputs)
-            if isinstance(value, nn.Parameter)
-        }
-        self._options = options
-        self._state = state.get(ddp)
-        self._name = _torch.graph_name(gm)
-        # Dynamo keeps its graph; a cut forward is made of a copy.
-        self._copy = copy_for_cutting(gm)
+        """Make a cutter.
 
-        # The Reducer's parameters, and which of them this graph uses.
-        reduced = _torch.reducer_parameters(ddp)
-        self._reduced = list(reduced.values())
-        trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
-        indices_of = parameters_of(self._copy, example_inputs, trained)
-        # Which argument of the graph brings in each parameter, by the parameter's index.
-        self.argument_of: dict[int, int] = {}
-        for argument, node in enumerate(self._copy.graph.find_nodes(op="placeholder")):
-            for index in indices_of.get(node, ()):
-                self.argument_of[index] = argument
-
-        # The parameters of graphs that run after and before it under the same module, as far as
-        # they are known. Those arrive before and after its own.
-        self._later, self._earlier = self._state.arrival_around(self._name)
-        name_of = _torch.names_now(ddp)
-        path_of = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
-        module_path = frame_module(
-            {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
-        )
-        # Whether anything can run before it, or another graph after it, in the module's forward.
-        is_of_root = _torch.is_whole_forward(module_path)
-        self._others = Others.around(
-            begins=not (self._state.has_begun_forward or _torch.follows_graph_break()),
-            ends=is_of_root and not _torch.ends_in_graph_break(gm),
-            may_be_unused=ddp.static_graph,
-        )
-        root = _torch.unwrap_compiled(ddp.module)
-        of_root = {
-            p.index for tensor in root.parameters(recurse=False) if (p := reduced.get(tensor))
-        }
-        self._of_root = sorted(of_root)
-
-        self._facts = read_forward(self._copy, indices_of, {p.index for p in self._earlier})
-        self._empty_cut = dataclasses.replace(
-            _new_cut(gm, options), is_shared=has_twin(ddp.module, module_path)
-        )
-
-        self._was_autocast_on = _torch.is_autocast_on()
-        # `_cut_backward` sets it: where the token and the gradients are.
-        self._device = torch.device("cpu")
-        # When AOTAutograd's trace of the backward released each gradient.
-        self._release_order = ReleaseOrder(())
-        # The arguments that go straight into each `autograd.Function` of the graph, by its number.
-        self._function_arguments: Mapping[int, frozenset[int]] = {}
-        # AOTAutograd's callbacks leave these for each other, and for `_cut_backward`.
-        self._forward_outputs: Sequence[ForwardOutput] = ()
-        self._stored: _StoredCut | None = None
-        self._further_sections: list[CompiledSection] = []
-
-    def compile(self, example_inputs: Sequence[Any]) -> _Result:
-        """Compile the graph, its backward cut or else its forward; or leave it whole.
-
-        Raises:
-            NotCutError: a section could not be compiled, or not be proven. The other way to cut is
-                not tried then: something is wrong that is to be reported.
+        Args:
+            graph: the graph whose backward is cut.
+            device: where the token and the gradients are.
+            release_order: when AOTAutograd's trace of the backward releases each gradient.
+            function_arguments: what `mark_functions` returned.
         """
-        # Backward reaches a parameter's first use last.
-        cut = self._predict({index: -use for index, use in self._facts.first_use.items()})
-        buckets = self._buckets_to_cut_at(cut)
-        # Tracing a backward is worth it if the graph has parts of two buckets. One that may
-        # communicate, and releases a gradient, is cut whatever the buckets are, see
-        # [Note: collectives].
-        has_parts = len(parts_of_buckets(buckets, self._facts.first_use)) > 1
-        has_an_order = self.communicates and bool(self._facts.first_use)
-        if (has_parts or has_an_order) and self._options.split != "forward":
-            try:
-                return self._cut_backward(example_inputs)
-            except _torch.control_flow_exceptions():
-                raise
-            except Exception as error:
-                # Any error costs the cut of backward, as in `compile_under_ddp`; forward may be cut
-                # instead.
-                refusal = NotCutError.because_of(error, in_backward=True)
-                if not refusal.reason.is_of_backward or not self.may_fall_back_for(refusal.reason):
-                    raise
-                cut = dataclasses.replace(
-                    cut, backward_fallback=refusal.reason, detail=refusal.detail
-                )
-        return self._cut_forward(cut, buckets, example_inputs)
+        self.release_order = release_order
+        self._graph = graph
+        self._device = device
+        self._function_arguments = function_arguments
+        self._token_argument = Argument(graph.num_inputs)
+        # `edit_forward` leaves this for `compile_backward`.
+        self._forward_outputs: Sequence[ForwardOutput] = ()
+        self._result: _CutBackward | None = None
 
     @property
-    def communicates(self) -> bool:
-        """Whether the graph, or its backward, may exchange data with other ranks."""
-        return any(self._facts.communicates)
-
-    def may_fall_back_for(self, reason: Reason) -> bool:
-        """Whether the graph may be cut in another way, or not at all, for this reason.
-
-        Where it may communicate, only for one that holds on all ranks or on none: a rank that does
-        not cut the graph as others do issues its collectives and DDP's in another order.
-        """
-        return reason.is_alike or not self.communicates
-
-    # ---- Which buckets -----------------------------------------------------------------------
-
-    def _predict(self, place: Mapping[int, float]) -> Cut:
-        """A cut without sections: the Reducer's buckets, and the order in which gradients arrive.
-
-        `place` says how late in backward the gradient of each parameter is final, by index.
-        """
-        rules = self._state.rules
-        place = dict(place)
-        for index in rules.arrives_last:
-            if index in place:
-                place[index] = math.inf
-        arrival = order_arrival(
-            self._reduced, place, self._later, self._earlier, self._others, self._of_root
-        )
-        # Buckets come from three sources: those that the Reducer will be given soon (expected),
-        # those that it has now (actual), and those that it will form by its rules (predicted). The
-        # first two are None if they are not known.
-        expected = None if self._empty_cut.is_shared else self._state.expected_buckets
-        actual = self._state.buckets
-        if expected is not None:
-            arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
-        arrival_here = tuple(parameter for parameter in arrival if parameter.index in place)
-        if self._empty_cut.is_shared:
-            # Modules that run the same code have other parameters around it.
-            buckets = predict_buckets(arrival_here, rules)
-        elif actual is None:
-            buckets = predict_buckets(arrival, rules)
-        else:
-            buckets = known_buckets(arrival, actual, rules)
-            arrival_here = in_launch_order(arrival_here, buckets)
-        return dataclasses.replace(self._empty_cut, buckets=buckets, arrival=arrival_here)
-
-    def _buckets_to_cut_at(self, cut: Cut) -> tuple[Bucket, ...]:
-        """The buckets at whose ends the graph is cut.
-
-        They are not always those that the cut records, which the Reducer has in this step, or is
-        predicted to form. If better buckets are searched for, the graph is cut finely, to serve
-        any. If others are to come, it is cut for those.
-        """
-        expected = self._state.expected_buckets
-        if expected is None and not self._state.is_searching:
-            return cut.buckets
-        if cut.is_shared:
-            return fine_buckets(cut.arrival)
-        if expected is not None:
-            return known_buckets(self._reduced, expected, self._state.rules)
-        return fine_buckets([p for bucket in cut.buckets for p in bucket.parameters])
-
-    def _left_whole(self, cut: Cut, reason: Reason) -> Cut:
-        """The cut of a graph in which no boundary helps, or none is possible."""
-        if reason is Reason.ONE_BUCKET and self._state.has_planned_buckets:
-            reason = Reason.ONE_PLANNED_BUCKET
-        if reason is Reason.NO_PARAMETERS:
-            cut = cut.with_buckets(())  # it says nothing of buckets that it has no part in
-        return dataclasses.replace(cut, fallback=reason)
-
-    # ---- Backward ----------------------------------------------------------------------------
-
-    def _cut_backward(self, example_inputs: Sequence[Any]) -> _Result:
-        """Compile the forward whole, and the backward in sections.
-
-        Raises:
-            NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a
-                section.
-        """
-        aot = self._options.aot
-        if aot is None:
-            cuda_graphs = self._options.has_cuda_graphs
-            raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
-        if self._facts.first_use.keys() - self.argument_of.keys():
-            raise NotCutError(Reason.ATTRIBUTES)
-        if _torch.wants_cuda_graphs(self._gm):
-            raise NotCutError(Reason.CUDA_GRAPHS)
-        if uses_streams(self._gm.graph):
-            raise NotCutError(Reason.STREAMS)  # what the backward has of it is not seen there
-        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-        are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
-        # The token is one more input and output, by which autograd will call the sections after the
-        # first (gates.py). It is added to a copy, since forward may still be cut if this fails.
-        traced = copy_for_cutting(self._gm)
-        if not are_plain or has_ragged_sizes(traced.graph):
-            raise NotCutError(Reason.SUBCLASSES)
-        self._device = next(tensor.device for tensor in tensors if tensor.requires_grad)
-        differentiated = [
-            argument
-            for argument, value in enumerate(example_inputs)
-            if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
-        self._function_arguments = mark_functions(traced)
-        add_token(traced, differentiated)
-        self._release_order = ReleaseOrder(differentiated)
-        # AOTAutograd traces, or finds the result in its cache. Meanwhile it calls `edit_forward`,
-        # `compile_backward` and `make_backward`.
-        with self._release_order.noting():
-            call = aot(traced, [*example_inputs, new_token(self._device)], self)
-        stored = self._stored
-        assert stored is not None, "AOTAutograd returned a forward without its backward"
-        cut = dataclasses.replace(stored.cut, graph=self._name)  # the cache knows no names
-        if cut.fallback is not None:
-            write(self._gm, cut, stored.text, {"original": self._gm})
-        return _Result(cut, stored.text, GatedGraph(call, self._further_sections, self._device))
+    def result(self) -> _CutBackward:
+        """What came of it, once AOTAutograd has called `make_backward`."""
+        assert self._result is not None, "AOTAutograd returned a forward without its backward"
+        return self._result
 
     @functools.cached_property
     def cache_key(self) -> str | None:
@@ -490,18 +375,24 @@ class GraphCompiler:
         """
         if is_showing():
             return None
+        graph, ddp_state = self._graph, self._graph.ddp_state
         depends_on = {
-            "what is compiled": dataclasses.replace(self._empty_cut, graph=""),
-            "parameters": self._reduced,
-            "argument of each parameter": self.argument_of,
-            "arguments that are parameters": sorted(self._parameters.items()),
+            "what is compiled": dataclasses.replace(graph.empty_cut, graph=""),
+            "parameters": graph.reduced,
+            "argument of each parameter": graph.argument_of,
+            "arguments that are parameters": sorted(graph.parameters.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
-            "neighbours": (self._later, self._earlier, self._others, self._of_root),
-            "how the Reducer forms buckets": self._state.rules,
-            "buckets now": _as_tuples(self._state.buckets),
+            "neighbours": (
+                graph.arrives_before,
+                graph.arrives_after,
+                graph.others,
+                graph.of_root,
+            ),
+            "how the Reducer forms buckets": ddp_state.rules,
+            "buckets now": _as_tuples(ddp_state.buckets),
             # Cuts are finer while better buckets are searched for.
-            "is searching": self._state.is_searching,
-            "buckets to come": _as_tuples(self._state.expected_buckets),
+            "is searching": ddp_state.is_searching,
+            "buckets to come": _as_tuples(ddp_state.expected_buckets),
         }
         digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()
         return f"ddpopt {source_digest()} {digest}"
@@ -518,9 +409,10 @@ class GraphCompiler:
 
         Returns the distinct compiled sections, and what it takes to run them.
         """
+        graph = self._graph
         _torch.check_backward(backward)
         refuse_linked_calls(backward)
-        argument_of_output = drop_token_gradient(backward, token_argument=self._num_inputs)
+        argument_of_output = drop_token_gradient(backward, self._token_argument)
         _torch.restride(backward, inputs)
         devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
@@ -532,26 +424,22 @@ class GraphCompiler:
         # are yet to run, and a hook may then update it.
         made_here = gradient_nodes(backward).keys()
         unwritten = {
-            place
-            for place, is_trained in self._parameters.items()
-            if place in made_here or not is_trained
+            argument
+            for argument, is_trained in graph.parameters.items()
+            if argument in made_here or not is_trained
         }
-        order = self._release_order
-        num_released_before = {argument: order.num_before(argument) for argument in made_here}
-        facts = read_backward(backward, reachable, unwritten, num_released_before)
-        if any(facts.communicates):
-            self._empty_cut = dataclasses.replace(
-                self._empty_cut, order=self._order_of_backward(backward, facts)
-            )
-        final = final_positions(facts, self.argument_of, {p.index for p in self._earlier})
-        cut = dataclasses.replace(self._predict(final), split="backward")
-        buckets = self._buckets_to_cut_at(cut)
+        num_before = {argument: self.release_order.num_before(argument) for argument in made_here}
+        facts = read_backward(backward, reachable, unwritten, num_before)
+        final = final_places(facts, graph.argument_of, {p.index for p in graph.arrives_after})
+        buckets = which_buckets(graph, final)
+        order = _order_of_backward(graph, backward, facts) if any(facts.communicates) else ""
+        cut = dataclasses.replace(_cut_for(graph, buckets), split="backward", order=order)
         try:
-            chosen = choose_backward_sections(facts, buckets, self.argument_of, final)
+            chosen = choose_backward_sections(facts, buckets.to_cut_at, graph.argument_of, final)
         except NotCutError as refusal:
             stored = _StoredCut(
-                cut=self._left_whole(cut, refusal.reason),
-                text=GraphText(nodes=(describe(call_nodes(self._copy.graph)),)),
+                cut=_left_whole(graph, cut, refusal.reason),
+                text=GraphText(nodes=(describe(call_nodes(graph.copy.graph)),)),
                 sections=(),
                 argument_of_output=argument_of_output,
             )
@@ -560,50 +448,33 @@ class GraphCompiler:
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes
         sections = make_section_graphs(backward, chosen, reachable)
-        releases = Releases(
-            num_before=num_released_before, function_arguments=self._function_arguments
-        )
         prove_backward(
             backward,
             cut,
             sections,
             reachable,
-            self.argument_of,
-            parameters=unwritten,
-            releases=releases,
+            graph.argument_of,
+            unwritten=unwritten,
+            releases=Releases(num_before=num_before, function_arguments=self._function_arguments),
         )
         text = _text_of_backward(sections)
+        wholes = {"original": graph.gm, "original_backward": backward}
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
-        graphs = {"original": self._gm, "original_backward": backward, **pieces}
-        show(self._gm, cut, text, graphs)
+        show(graph.gm, cut, text, wholes, pieces)
 
         placeholders = backward.graph.find_nodes(op="placeholder")
-        saved = {k for k, node in enumerate(placeholders) if not _torch.is_tangent(node)}
-        compiled, places = compile_backward_sections(
-            sections, inputs, saved, compile_section, self._name
+        saved = {slot for slot, node in numbered(Slot, placeholders) if not _torch.is_tangent(node)}
+        compiled, numbers = compile_backward_sections(
+            sections, inputs, saved, compile_section, graph.name
         )
         flows = [section.flow for section in sections]
         stored = _StoredCut(
             cut=cut,
             text=text,
-            sections=list(zip(places, flows, strict=True)),
+            sections=list(zip(numbers, flows, strict=True)),
             argument_of_output=argument_of_output,
         )
         return compiled, stored
-
-    def _order_of_backward(self, backward: fx.GraphModule, facts: BackwardFacts) -> str:
-        """The digest of the order in which a backward communicates and releases gradients."""
-        collectives = {
-            call: name_of(node)
-            for call, node in enumerate(call_nodes(backward.graph))
-            if facts.communicates[call]
-        }
-        releases = {
-            parameter.name: facts.release_places[self.argument_of[parameter.index]]
-            for parameter in self._reduced
-            if self.argument_of.get(parameter.index) in facts.release_places
-        }
-        return digest_of_order(collectives, releases)
 
     def make_backward(
         self, compiled: Sequence[Any], stored: _StoredCut
@@ -612,86 +483,104 @@ class GraphCompiler:
 
         Called by it with what `compile_backward` returned, here or in another process.
         """
-        self._stored = stored
         if not stored.sections:
             (whole,) = compiled
+            self._result = _CutBackward(stored, ())
             return whole  # type: ignore[no-any-return]  # a compiled graph, which has no type
         sections = [
             CompiledSection(
-                call=compiled[place],
+                call=compiled[number],
                 flow=flow,
-                label=Label(self._name, index),
+                label=Label(self._graph.name, section),
                 # AOTAutograd's own node does this for the first section.
-                without_autocast=self._was_autocast_on and index > 0,
+                without_autocast=self._graph.was_autocast_on and section > 0,
             )
-            for index, (place, flow) in enumerate(stored.sections)
+            for section, (number, flow) in numbered(SectionIndex, stored.sections)
         ]
-        first_section, *self._further_sections = sections
+        first_section, *further_sections = sections
+        self._result = _CutBackward(stored, further_sections)
         flows = [flow for _, flow in stored.sections]
         return run_first_section(
             first_section,
             stored.argument_of_output,
-            self._num_inputs,
+            self._token_argument,
             num_kept=sum(len(flow.keeps) for flow in flows),
             watched={slot for flow in flows for slot in flow.watches},
             device=self._device,
         )
 
-    # ---- Forward -----------------------------------------------------------------------------
 
-    def _cut_forward(
-        self, cut: Cut, buckets: Sequence[Bucket], example_inputs: Sequence[Any]
-    ) -> _Result:
-        """Compile the graph in sections, unless no boundary helps or is possible.
-
-        A graph with parameters of one bucket alone ends here as well.
-        """
-        calls = describe(call_nodes(self._copy.graph))
-        try:
-            sections = choose_forward_sections(self._facts, buckets)
-        except NotCutError as refusal:
-            if not self.may_fall_back_for(refusal.reason):
-                raise
-            cut = self._left_whole(cut, refusal.reason)
-            text = GraphText(nodes=(calls,))
-            write(self._gm, cut, text, {"original": self._gm})
-            return _Result(cut, text, None)
-
-        cut = dataclasses.replace(cut, sections=sections, order=self._order_of_forward())
-        cut = cut.with_buckets(cut.buckets)
-        stitched = make_stitched_graph(self._copy, sections)
-        prove_forward(self._gm, cut, stitched, self.argument_of)
-        text = GraphText(
-            nodes=tuple(calls[section.start : section.stop] for section in sections),
-            crossings=_crossings_of_forward(stitched),
-        )
-        section_calls = stitched.graph.find_nodes(op="call_module")
-        pieces = {
-            f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)
-        }
-        show(self._gm, cut, text, {"original": self._gm, **pieces, "stitched": stitched})
-        inner = _torch.for_sections(self._options.inner)
-        call = compile_forward_sections(stitched, example_inputs, inner, self._name)
-        return _Result(cut, text, call)
-
-    def _order_of_forward(self) -> str:
-        """The digest of the order in which a forward communicates and uses parameters first.
-
-        Empty for one that does not communicate.
-        """
-        if not self.communicates:
-            return ""
-        collectives = {
-            call: name_of(node)
-            for call, node in enumerate(call_nodes(self._copy.graph))
-            if self._facts.communicates[call]
-        }
-        name_by_index = {parameter.index: parameter.name for parameter in self._reduced}
-        uses = {name_by_index[index]: use for index, use in self._facts.first_use.items()}
-        return digest_of_order(collectives, uses)
+def _order_of_backward(graph: DynamoGraph, backward: fx.GraphModule, facts: BackwardFacts) -> str:
+    """The digest of the order in which a backward communicates and releases gradients."""
+    collectives = {
+        call: name_of(node)
+        for call, node in numbered(Call, call_nodes(backward.graph))
+        if facts.communicates[call]
+    }
+    releases = {
+        parameter.name: facts.release_places[graph.argument_of[parameter.index]]
+        for parameter in graph.reduced
+        if graph.argument_of.get(parameter.index) in facts.release_places
+    }
+    return digest_of_order(collectives, releases)
 
 
-def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[int, ...], ...] | None:
+# ---- Forward ---------------------------------------------------------------------------------
+
+
+def _cut_forward(
+    graph: DynamoGraph, cut: Cut, buckets: GraphBuckets, example_inputs: Sequence[Any]
+) -> _Result:
+    """Compile the graph in sections, unless no boundary helps or is possible.
+
+    A graph with parameters of one bucket alone ends here as well.
+    """
+    calls = describe(call_nodes(graph.copy.graph))
+    facts = read_forward(graph.copy, graph.indices_of, {p.index for p in graph.arrives_after})
+    try:
+        sections = choose_forward_sections(facts, buckets.to_cut_at)
+    except NotCutError as refusal:
+        if not graph.may_fall_back_for(refusal.reason):
+            raise
+        cut = _left_whole(graph, cut, refusal.reason)
+        text = GraphText(nodes=(calls,))
+        write(graph.gm, cut, text, {"original": graph.gm})
+        return _Result(cut, text, None)
+
+    cut = dataclasses.replace(cut, sections=sections, order=_order_of_forward(graph, facts))
+    cut = cut.with_buckets(cut.buckets)
+    stitched = make_stitched_graph(graph.copy, sections)
+    prove_forward(graph.gm, cut, stitched, graph.argument_of)
+    text = GraphText(
+        nodes=tuple(calls[section.start : section.stop] for section in sections),
+        crossings=_crossings_of_forward(stitched),
+    )
+    section_calls = stitched.graph.find_nodes(op="call_module")
+    pieces = {f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)}
+    show(graph.gm, cut, text, {"original": graph.gm}, pieces, stitched)
+    inner = _torch.for_sections(graph.options.inner)
+    call = compile_forward_sections(stitched, example_inputs, inner, graph.name)
+    return _Result(cut, text, call)
+
+
+def _order_of_forward(graph: DynamoGraph, facts: ForwardFacts) -> str:
+    """The digest of the order in which a forward communicates and uses parameters first.
+
+    Empty for one that does not communicate.
+    """
+    if not graph.communicates:
+        return ""
+    collectives = {
+        call: name_of(node)
+        for call, node in numbered(Call, call_nodes(graph.copy.graph))
+        if facts.communicates[call]
+    }
+    name_by_index = {parameter.index: parameter.name for parameter in graph.reduced}
+    uses = {name_by_index[index]: Place(use) for index, use in facts.first_use.items()}
+    return digest_of_order(collectives, uses)
+
+
+def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[ParameterIndex, ...], ...] | None:
     """Buckets in a form whose text is equal for equal ones."""
     return None if buckets is None else tuple(tuple(bucket) for bucket in buckets)
 

@@ -25,6 +25,15 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ddpopt._indices import (
+    BucketIndex,
+    Call,
+    ParameterIndex,
+    Place,
+    Position,
+    SectionIndex,
+    numbered,
+)
 from ddpopt._text import count, format_bytes, shorten, table
 from ddpopt.errors import Reason
 from ddpopt.reducer import Bucket, Parameter
@@ -37,14 +46,14 @@ class Section:
     Placeholders, attributes and the output are no calls, and are not counted.
     """
 
-    index: int
-    start: int
-    stop: int
+    index: SectionIndex
+    start: Position
+    stop: Position
     first_node: str
     # The parameters whose gradients become final in this section's backward, in arrival order.
     parameters: tuple[str, ...]
     # The indices of those of the cut's buckets whose last gradient this section produces.
-    completes: tuple[int, ...] = ()
+    completes: tuple[BucketIndex, ...] = ()
     # How many of its calls are not known to be pure. They may communicate, so that ranks must have
     # equally many on each side of a bucket's allreduce.
     num_fixed: int = 0
@@ -63,7 +72,7 @@ class Cut:
     # The inner compiler's name.
     inner: str
     # The number of calls of Dynamo's graph. Of a backward that is cut, that of its calls without
-    # repeats, see [Note: calls and repeats] in facts.py.
+    # views and constants, see [Note: calls, views and constants] in facts.py.
     num_nodes: int
     sections: tuple[Section, ...] = ()
     # The Reducer's buckets as predicted. They include parameters of other graphs under the module.
@@ -94,7 +103,11 @@ class Cut:
         """All calls of a graph that is compiled whole, as if they were a section."""
         names = tuple(parameter.name for parameter in self.arrival)
         return Section(
-            index=0, start=0, stop=self.num_nodes, first_node=first_node, parameters=names
+            index=SectionIndex(0),
+            start=Position(0),
+            stop=Position(self.num_nodes),
+            first_node=first_node,
+            parameters=names,
         )
 
     def name_of(self, section: Section) -> str:
@@ -106,18 +119,17 @@ class Cut:
         sections_in_backward = self.sections
         if self.split == "forward":
             sections_in_backward = self.sections[::-1]
-        place_of = {
-            name: place
-            for place, section in enumerate(sections_in_backward)
-            for name in section.parameters
-        }
-        completed: list[list[int]] = [[] for _ in sections_in_backward]
+        # How many sections run in backward before the one that completes each parameter.
+        num_before: dict[str, int] = {}
+        for num_earlier, section in enumerate(sections_in_backward):
+            num_before.update(dict.fromkeys(section.parameters, num_earlier))
+        completed: list[list[BucketIndex]] = [[] for _ in sections_in_backward]
         # Buckets are launched in order: none is complete earlier than those before it.
         reached = -1
         for bucket in buckets:
-            places = [place_of[p.name] for p in bucket.parameters if p.name in place_of]
-            if places:  # the graph has a part of this bucket
-                reached = max(reached, *places)
+            in_graph = [num_before[p.name] for p in bucket.parameters if p.name in num_before]
+            if in_graph:  # the graph has a part of this bucket
+                reached = max(reached, *in_graph)
                 completed[reached].append(bucket.index)
         completed_by = {
             section.index: tuple(indices)
@@ -201,20 +213,20 @@ class Cut:
         return line
 
 
-def digest_of_order(collectives: Mapping[int, str], releases: Mapping[str, int]) -> str:
+def digest_of_order(collectives: Mapping[Call, str], releases: Mapping[str, Place]) -> str:
     """A short text that is equal for equal orders of collectives and releases.
 
-    `collectives` are the names of operators by their place in a graph. `releases` has for each
-    parameter the place behind which its gradient is released, or is used first. Between two
-    collectives the order of releases does not matter.
+    `collectives` are the names of operators by their call. `releases` has for each parameter the
+    place where its gradient is released, or where it is used first. Between two collectives the
+    order of releases does not matter.
     """
-    places = sorted(collectives)
-    groups: list[list[str]] = [[] for _ in (*places, None)]
+    calls = sorted(collectives)
+    groups: list[list[str]] = [[] for _ in (*calls, None)]
     for name, place in sorted(releases.items()):
-        groups[bisect.bisect_right(places, place)].append(name)
+        groups[bisect.bisect_right(calls, place)].append(name)
     events = [groups[0]]
-    for place, group in zip(places, groups[1:], strict=True):
-        events += [[collectives[place]], group]
+    for call, group in zip(calls, groups[1:], strict=True):
+        events += [[collectives[call]], group]
     return hashlib.sha256(repr(events).encode()).hexdigest()[:12]
 
 
@@ -242,8 +254,8 @@ class Crossing:
 
     value: NodeText
     num_bytes: int  # in the first call
-    made_in: int
-    read_in: tuple[int, ...]
+    made_in: SectionIndex
+    read_in: tuple[SectionIndex, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +274,8 @@ class GraphText:
 
 
 def make_sections(
-    bounds: Sequence[int],
-    section_of: Mapping[Parameter, int],
+    bounds: Sequence[Position],
+    section_of: Mapping[Parameter, SectionIndex],
     call_names: Sequence[str],
     is_fixed: Sequence[bool],
 ) -> tuple[Section, ...]:
@@ -284,12 +296,12 @@ def make_sections(
             parameters=tuple(names[index]),
             num_fixed=sum(is_fixed[start:stop]),
         )
-        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
+        for index, (start, stop) in numbered(SectionIndex, itertools.pairwise(bounds))
     )
 
 
 def parts_of_buckets(
-    buckets: Sequence[Bucket], parameters: Container[int]
+    buckets: Sequence[Bucket], parameters: Container[ParameterIndex]
 ) -> list[list[Parameter]]:
     """The part of each bucket that one graph has, for buckets of which it has any.
 

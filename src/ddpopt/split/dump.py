@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ddpopt import _logs, _torch, config
+from ddpopt._indices import SectionIndex, numbered
 from ddpopt._text import new_folder
 from ddpopt.errors import TorchDriftError
 from ddpopt.split.cut import Crossing, Cut, GraphText
@@ -47,15 +48,27 @@ def is_showing() -> bool:
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def show(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None:
-    """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files."""
+def show(  # what is shown
+    gm: fx.GraphModule,
+    cut: Cut,
+    text: GraphText,
+    wholes: Graphs,
+    sections: Graphs,
+    stitched: fx.GraphModule | None = None,
+) -> None:
+    """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files.
+
+    `wholes` are the graphs that were cut, and `stitched` calls the sections of a cut forward.
+    """
+    for name, section in sections.items():
+        code = functools.partial(_code, section)
+        _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
+    graphs = {**wholes, **sections}
+    if stitched is not None:
+        graphs["stitched"] = stitched
+        _torch.trace_structured("optimize_ddp_split_graph", {}, functools.partial(_code, stitched))
     for name, graph in graphs.items():
-        code = functools.partial(_code, graph)
-        _logs.graph(f"{name} graph", code)
-        if name == "stitched":
-            _torch.trace_structured("optimize_ddp_split_graph", {}, code)
-        elif "section" in name:
-            _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
+        _logs.graph(f"{name} graph", functools.partial(_code, graph))
     write(gm, cut, text, graphs)
 
 
@@ -123,19 +136,19 @@ def find_crossings(
     Between sections a value has a key. `made` has the outputs of each section by their keys, and
     `taken` the keys of its inputs.
     """
-    readers: dict[Any, list[int]] = {}
-    for index, keys in enumerate(taken):
+    readers: dict[Any, list[SectionIndex]] = {}
+    for section, keys in numbered(SectionIndex, taken):
         for key in dict.fromkeys(keys):
-            readers.setdefault(key, []).append(index)
+            readers.setdefault(key, []).append(section)
     crossings = []
-    for index, outputs in enumerate(made):
+    for section, outputs in numbered(SectionIndex, made):
         for key, node in outputs.items():
             if key in readers:
                 (value,) = describe([node])
                 crossing = Crossing(
                     value=value,
                     num_bytes=_num_bytes(node),
-                    made_in=index,
+                    made_in=section,
                     read_in=tuple(readers[key]),
                 )
                 crossings.append(crossing)

@@ -6,50 +6,68 @@ no node and no tensor, so that choosing sections (`sections.py`) is a function o
 A graph's *calls* are all nodes but placeholders, attributes and the output. They are numbered from
 0 in graph order.
 
-[Note: calls and repeats]
+[Note: calls, views and constants]
 A backward graph is functional: its calls, and an output that lists a gradient for each argument of
-the forward. Some calls cost next to nothing: views and constants. Such a call is a *repeat*: each
-section that needs it makes its own, so its value never goes from one section to another, and no two
-values that do share memory. `reads` looks through repeats.
+the forward. Views and constants cost next to nothing, so each section that needs one makes its own.
+Hence no view goes from one section to another, and no two values that do share memory. `reads`
+looks through views.
 
 [Note: order, as a hook sees it]
+    0  s = sigmoid(buffer)          a call of the forward, recomputed; call 3 needs it
+    1  g0 = mm(tangent, x)          gradient of bucket 0 -> released: a hook may write to `buffer`
+    2  n = add(count, 1)            the new value of another buffer, `count`
+    3  g1 = mul(tangent, s)         gradient of bucket 1 -> released
+    4  copy_(count, n)              epilogue copy
+
+The program ran call 0 in its forward, before any hook. In section 1, where `s` is needed, call 0
+would read what the hook wrote; so section 0 makes a copy of `buffer`, a *snapshot*, and call 0
+reads the snapshot. The program wrote `count` between the two releases, where call 2 stands: a hook
+on `g0` finds the old value, one on `g1` the new one. So call 4, too, runs in section 1.
+
 A hook runs where a gradient is released, and may read and write all that the program can reach:
 parameters, buffers, inputs, what the forward returned, and the gradients of that. Their memory is
-called reachable. In eager the backward has made all earlier writes by then, and all earlier reads
-have happened. So whatever stands before a gradient's release in the graph runs before it here as
-well: effects, and reads of reachable memory. Only pure computation on the graph's own values may
-move behind a release. What stands behind a release may run before it: so it does in the unsplit
-compile, which runs the whole graph before all releases.
+called reachable. In eager all writes that stand before a release have been made by then, and all
+reads have happened. So each call that has effects, or reads reachable memory, and stands before a
+release in the graph, runs before it: it is *observable*. Only pure computation on the graph's own
+values may move behind a release. A call that stands behind a release may run before it: so it does
+in the unsplit compile, which runs the whole graph before all releases.
 
-A release stands behind the last call of the autograd node that makes the gradient. A call stands
-where it is in the graph, but for one kind: AOTAutograd makes a graph functional, and puts the
-writes to its arguments, the *write-backs*, at the end. In the program such a write came no earlier
-than the last call that makes its value or that reads the old one, so that is where it stands.
+A release stands behind the last call of the autograd node that makes the gradient (splits.md's
+table: "a gradient was released where it was made"). A call stands where it is in the graph, but for
+epilogue copies: AOTAutograd makes a graph functional, and puts the writes to its arguments at the
+end. In the program such a write came no earlier than the last call that makes its value or that
+reads the old one, so that is where it stands.
 
-Calls that need no gradient of an output are the forward's: the partitioner has them made again,
-rather than save what they return. The program made them before any release, wherever they stand
-here. To run all of them first would take the memory that it saves, so if one reads a buffer, an
-input or an output in a later section, it reads a copy of that, a *snapshot*, which the first
-section makes. Where no copy is like the original, as of a sparse tensor, or what the call returns
-is smaller than the copy, the first section makes the call itself. (Sizes decide nothing where a
-graph may communicate: on other ranks they may differ.)
-(A parameter is not written in a backward before its own gradient is there, and a frozen one not at
-all, by anybody that we know of. Copies of all that are frozen may take more memory than there is.
-One that is trained, but whose gradient another graph makes, is like a buffer.)
+Calls that need no gradient of an output are the forward's, and *recomputed*: the partitioner has
+them made again, rather than save their values. The program made them before any release, wherever
+they stand here. To run all of them first would take the memory that recomputing saves, so one that
+reads a buffer, an input or an output in a later section reads a snapshot. Where no copy is like the
+original, as of a sparse tensor, or what the call returns is smaller than the copy, the first
+section makes the call itself. (Sizes decide nothing where a graph may communicate: on other ranks
+they may differ.)
 
-All other reads behind a release need a gradient of an output, so they read what eager has saved as
-well. If a hook writes to that, autograd raises in eager. It cannot here: a compiled graph unpacks
-what it has saved once, before any hook. So each section finds out for itself, see `watched_inputs`,
-and raises. It does so too where eager reads a copy that the program has made, if the compiler has
-left that copy out.
+Parameters need no snapshot: as far as we know no program writes to a parameter in a backward before
+the parameter's own gradient is there, and to a frozen parameter none writes at all. (Snapshots of
+all frozen parameters might take more memory than there is.) A parameter whose gradient another
+graph makes is like a buffer: that gradient may be there already, and a hook update the parameter
+(the row "a section computed again what comes of a parameter that another graph trains").
+
+All other calls that read reachable memory behind a release need a gradient of an output, and eager
+has saved for them the tensors that they read. If a hook writes to a saved tensor, autograd raises
+in eager. Of a compiled graph autograd cannot notice such a write: the graph unpacks its saved
+tensors once, before any hook. So each section compares the versions of the tensors that it reads,
+see `watched_inputs`, and raises. A section raises also where eager would read a copy that the
+program has made, if the compiler has left that copy out.
 
 Two tangents may be one tensor, or views of one. So if a gradient is a tangent itself, and any
-tangent is read later, it is released as a copy.
+tangent is read later, it is released as a copy (the row "gradients of two outputs were views of one
+tensor").
 
 A compiler may make a value in the memory of an argument that the graph writes, see
 `made_in_arguments`. For the program that value and the argument are two tensors, of which it may
-write one. So all that read such a value of the forward's read it in snapshots, and one that a
-backward makes is not kept for a later section.
+write one. So all calls that read such a value of the forward's read it in snapshots, and one that a
+backward makes is not kept for a later section (the row "a saved value was in the memory of a
+buffer").
 """
 
 from __future__ import annotations
@@ -66,8 +84,19 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import (
+    BEFORE_ALL_CALLS,
+    Argument,
+    Call,
+    Memory,
+    ParameterIndex,
+    Place,
+    memory_of_argument,
+    numbered,
+)
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Parameter
+from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.nodes import (
     attribute_of,
     call_nodes,
@@ -97,15 +126,15 @@ class ForwardFacts:
     """
 
     num_calls: int
-    # The first differentiable use of each DDP parameter, by its index: the call after which, in
-    # backward, its gradient is final.
-    first_use: Mapping[int, int]
+    # The first differentiable use of each DDP parameter: the call after which, in backward, its
+    # gradient is final.
+    first_use: Mapping[ParameterIndex, Call]
     # Whether a boundary at p is possible, for p from 0 to `num_calls`.
     legal_bounds: Sequence[bool]
     # Whether one would be, if all sizes were constants. On another rank they may be.
     legal_bounds_without_sizes: Sequence[bool]
-    # The last call that uses what call i returns or writes to; `num_calls` for the output.
-    last_effect: Sequence[int]
+    # The last call that uses what each call returns or writes to; `num_calls` for the output.
+    last_effect: Sequence[Call]
     call_names: Sequence[str]
     # For each call: whether it is not known to be pure.
     is_fixed: Sequence[bool]
@@ -115,7 +144,7 @@ class ForwardFacts:
 
 def parameters_of(
     graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
-) -> dict[fx.Node, list[int]]:
+) -> dict[fx.Node, list[ParameterIndex]]:
     """The indices of the DDP parameters behind each node.
 
     Dynamo makes parameters inputs of its graph. With `inline_inbuilt_nn_modules` off they are
@@ -123,7 +152,7 @@ def parameters_of(
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     inputs = dict(zip(placeholders, example_inputs, strict=False))
-    indices_of: dict[fx.Node, list[int]] = {}
+    indices_of: dict[fx.Node, list[ParameterIndex]] = {}
     for node in graph.graph.nodes:
         if node in inputs:
             values = [inputs[node]]
@@ -139,34 +168,57 @@ def parameters_of(
     return indices_of
 
 
-def read_forward(
-    gm: fx.GraphModule, parameters: Mapping[fx.Node, Sequence[int]], elsewhere: Collection[int] = ()
-) -> ForwardFacts:
-    """The facts about a forward graph; `parameters` is what `parameters_of` returned.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUses:
+    """Where a forward graph uses parameters first and where it communicates, as `ForwardFacts`."""
 
-    Parameters `elsewhere`, by index, are first used in a graph that runs before this one, so their
-    gradients are not final here. A graph that may communicate does not distinguish them: which they
-    are may differ between ranks, see [Note: collectives].
+    first_use: Mapping[ParameterIndex, Call]
+    communicates: Sequence[bool]
+
+
+def read_uses(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
+    elsewhere: Collection[ParameterIndex] = (),
+) -> ParameterUses:
+    """The facts about a forward graph that the cut of its backward needs as well.
+
+    `parameters` is what `parameters_of` returned. Parameters `elsewhere` are first used in a graph
+    that runs before this one, so their gradients are not final here. Of a graph that may
+    communicate they are not distinguished: they may be others on another rank, see
+    [Note: collectives].
     """
     calls = call_nodes(gm.graph)
     communicates = [may_communicate(node) for node in calls]
     if any(communicates):
         elsewhere = ()
-    position_of = {node: position for position, node in enumerate(calls)}
-
-    def last_use_of(*values: fx.Node) -> int:
-        users = [position_of.get(user, len(calls)) for value in values for user in value.users]
-        return max(users, default=position_of[values[0]])
-
-    first_use: dict[int, int] = {}
-    for position, node in enumerate(calls):
+    first_use: dict[ParameterIndex, Call] = {}
+    for call, node in numbered(Call, calls):
         # all_input_nodes sees nested lists, kwargs and the operands of higher-order operators. A
         # call of a module has its parameters itself.
         for source in (node, *node.all_input_nodes):
             for index in parameters.get(source, ()):
                 is_first = index not in first_use and index not in elsewhere
                 if is_first and is_differentiable(node):
-                    first_use[index] = position
+                    first_use[index] = call
+    return ParameterUses(first_use=first_use, communicates=communicates)
+
+
+def read_forward(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
+    elsewhere: Collection[ParameterIndex] = (),
+) -> ForwardFacts:
+    """The facts about a forward graph that is to be cut; the arguments are as for `read_uses`."""
+    calls = call_nodes(gm.graph)
+    call_of = {node: call for call, node in numbered(Call, calls)}
+    output = Call(len(calls))  # behind all of them
+
+    def last_use_of(*values: fx.Node) -> Call:
+        users = [call_of.get(user, output) for value in values for user in value.users]
+        return max(users, default=call_of[values[0]])
+
+    uses = read_uses(gm, parameters, elsewhere)
     last_use = [last_use_of(node) for node in calls]
     spans_of_sizes: list[tuple[int, int]] = []
     blocked = [
@@ -176,13 +228,13 @@ def read_forward(
     ]
     return ForwardFacts(
         num_calls=len(calls),
-        first_use=first_use,
+        first_use=uses.first_use,
         legal_bounds=_outside([*blocked, *spans_of_sizes], len(calls)),
         legal_bounds_without_sizes=_outside(blocked, len(calls)),
         last_effect=[last_use_of(node, *written_by(node)) for node in calls],
         call_names=[node.name for node in calls],
         is_fixed=[not is_pure(node) for node in calls],
-        communicates=communicates,
+        communicates=uses.communicates,
     )
 
 
@@ -205,7 +257,7 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 def _uncrossable_spans(
     gm: fx.GraphModule,
     calls: Sequence[fx.Node],
-    last_use: Sequence[int],
+    last_use: Sequence[Call],
     spans_of_sizes: list[tuple[int, int]],
 ) -> Iterable[tuple[int, int]]:
     """From the call after each value that no section can take, to the last use of the value.
@@ -226,14 +278,14 @@ def _uncrossable_spans(
         if isinstance(_torch.dynamo_value(node), torch.SymInt | torch.SymFloat)
         for symbol in _torch.free_symbols(_torch.dynamo_value(node))
     }
-    for position, node in enumerate(calls):
-        if last_use[position] <= position:
+    for call, node in numbered(Call, calls):
+        if last_use[call] <= call:
             continue  # nothing uses it
         if _torch.enters_autocast(name_of(node)):
             continue  # split_module closes and reopens autocast regions
         value = _torch.dynamo_value(node)
         can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
-        span = position + 1, last_use[position]
+        span = call + 1, last_use[call]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             if not can_cross or not _torch.free_symbols(value) <= bound_symbols:
                 spans_of_sizes.append(span)
@@ -250,24 +302,24 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
     a region are linked by the state and not by a value.
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
-    opened: list[tuple[str, int]] = []
-    choices_of_attention: list[int] = []
-    no_grad_since: int | None = None
-    for position, node in enumerate(calls):
+    opened: list[tuple[str, Call]] = []
+    choices_of_attention: list[Call] = []
+    no_grad_since: Call | None = None
+    for call, node in numbered(Call, calls):
         name = name_of(node)
         if _torch.sets_grad_mode(name):
             if no_grad_since is not None:
-                yield no_grad_since + 1, position
-            no_grad_since = None if node.args[0] else position
+                yield no_grad_since + 1, call
+            no_grad_since = None if node.args[0] else call
         elif _torch.chooses_attention(name):
-            choices_of_attention.append(position)
+            choices_of_attention.append(call)
         elif name in end_of:
-            opened.append((end_of[name], position))
+            opened.append((end_of[name], call))
         elif opened and name == opened[-1][0]:
-            yield opened.pop()[1] + 1, position
+            yield opened.pop()[1] + 1, call
     # Regions that are never closed reach to the end.
-    for _, position in opened:
-        yield position + 1, len(calls)
+    for _, call in opened:
+        yield call + 1, len(calls)
     if no_grad_since is not None:
         yield no_grad_since + 1, len(calls)
     # The beginning and the end of a region are equal calls, so that nobody knows which are which.
@@ -293,39 +345,37 @@ class Tie(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardFacts:
-    """A backward graph as `sections.py` sees it; see [Note: calls and repeats].
-
-    Arguments are those of the forward, numbered as in Dynamo's graph.
-    """
+    """A backward graph as `sections.py` sees it; see [Note: calls, views and constants]."""
 
     call_names: Sequence[str]
-    is_repeat: Sequence[bool]
+    is_view_or_constant: Sequence[bool]
     # For each call: whether it has effects.
     is_ordered: Sequence[bool]
     # For each call: whether it may exchange data with other ranks. If any does, nothing below
     # depends on sizes or strides; see [Note: collectives] in sections.py.
     communicates: Sequence[bool]
-    # The calls whose values call i uses, with their ties to it. None for a repeat.
-    reads: Sequence[Mapping[int, Tie]]
-    # The size of what call i returns.
+    # For each call: the calls whose values it uses, with their ties to it; looking through views.
+    reads: Sequence[Mapping[Call, Tie]]
+    # For each call: the size of what it returns.
     num_bytes: Sequence[int]
     # The calls from which the gradient of each argument is computed; none if it is an input of the
     # graph that is passed through.
-    gradients: Mapping[int, tuple[int, ...]]
-    # The calls that read reachable memory, or write it, by its number, see `ReachableMemory`.
-    memory_reads: Mapping[int, Sequence[int]]
+    gradients: Mapping[Argument, tuple[Call, ...]]
+    # The calls that read reachable memory, or write it, see `ReachableMemory`.
+    memory_reads: Mapping[Memory, Sequence[Call]]
     # Calls with effects that write such memory and nothing else, and which. All other calls with
     # effects keep their order.
-    write_backs: Mapping[int, int]
+    epilogue_copies: Mapping[Call, Memory]
     # The next three are explained in [Note: order, as a hook sees it].
-    # The calls that may not run behind a release before which they stand, and where they stand.
-    pinned_places: Mapping[int, int]
-    # The place at which the gradient of each argument is released.
-    release_places: Mapping[int, int]
-    # Calls that read what the forward left in reachable memory, and those numbers of it that they
-    # may as well read in snapshots: these reads stand before all releases. A call that reads
-    # parameters besides has a pinned place for that.
-    forward_reads: Mapping[int, frozenset[int]]
+    # The calls of which a hook can observe whether they have run, so that they must run before each
+    # release before which they stand; and where they stand.
+    observable_calls: Mapping[Call, Place]
+    # Where the gradient of each argument is released.
+    release_places: Mapping[Argument, Place]
+    # Calls that read what the forward left in reachable memory, and the memory that they may as
+    # well read in snapshots: these reads stand before all releases. A call that reads parameters
+    # besides is observable for that.
+    snapshot_reads: Mapping[Call, frozenset[Memory]]
 
 
 def refuse_linked_calls(gm: fx.GraphModule) -> None:
@@ -336,13 +386,13 @@ def refuse_linked_calls(gm: fx.GraphModule) -> None:
         raise NotCutError(Reason.EFFECTS)
 
 
-def gradient_nodes(gm: fx.GraphModule) -> dict[int, fx.Node]:
+def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
     """The node of each gradient, by its argument.
 
     Raises:
         NotCutError: the graph returns something else as well.
     """
-    node_of: dict[int, fx.Node] = {}
+    node_of: dict[Argument, fx.Node] = {}
     for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
         if isinstance(node, fx.Node):
             if argument is None or argument in node_of:
@@ -356,40 +406,38 @@ class ForwardOutput:
     """A value that AOTAutograd's forward returns, to the program or for the backward."""
 
     name: str  # if it is saved for the backward, that of its input there
-    # Equal for values that share memory: for that of an argument its number, else one below zero.
-    memory: int
+    memory: Memory  # equal for values that share it
     # Whether the compiler may do so in an argument's memory, see the function of that name.
     made_in_arguments: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachableMemory:
-    """Which inputs of a backward graph are in memory that the program can reach, and may write.
-
-    Memory has a number: an argument's is the argument's own, any other's is below zero.
-    """
+    """Which inputs of a backward graph are in memory that the program can reach, and may write."""
 
     # By the input's name.
-    number_of: Mapping[str, int] = field(default_factory=dict)
+    memory_of: Mapping[str, Memory] = field(default_factory=dict)
     # The memory of values of the forward that `made_in_arguments` names: no tensors of the
     # program's, but perhaps in the memory of one.
-    made_in_arguments: AbstractSet[int] = frozenset()
+    made_in_arguments: AbstractSet[Memory] = frozenset()
 
-    def find(self, node: fx.Node) -> int | None:
-        """The number of an input's memory; None if the program cannot reach it."""
-        return self.number_of.get(node.name) if node.op == "placeholder" else None
+    def find(self, node: fx.Node) -> Memory | None:
+        """An input's memory; None if the program cannot reach it."""
+        return self.memory_of.get(node.name) if node.op == "placeholder" else None
 
 
 def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
     """The values that a forward graph returns, in this order; views are in their base's memory."""
-    repeats = repeats_of(forward)
-    in_arguments = made_in_arguments(forward)
-    number_of: dict[fx.Node, int] = dict(_torch.argument_placeholders(forward))
+    aliases = Aliases(forward)
+    in_arguments = made_in_arguments(forward, aliases)
+    memory_by_maker: dict[fx.Node, Memory] = {}
+    for placeholder, argument in _torch.argument_placeholders(forward).items():
+        memory_by_maker[placeholder] = memory_of_argument(argument)
     outputs = []
     for node in output_values(forward):
         if isinstance(node, fx.Node):
-            made_by = memory_of(node, repeats)
-            memory = number_of.setdefault(made_by, -1 - len(number_of))
+            made_by = aliases.base_of(node)
+            memory = memory_by_maker.setdefault(made_by, Memory(-1 - len(memory_by_maker)))
             outputs.append(
                 ForwardOutput(
                     name=node.name, memory=memory, made_in_arguments=made_by in in_arguments
@@ -415,19 +463,19 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     saved = outputs[num_returned:]
     known_names = saved_names & {output.name for output in outputs}
     assert known_names <= {output.name for output in saved}, "a forward returns what it saves last"
-    number_of: dict[str, int] = {}
+    memory_by_name: dict[str, Memory] = {}
     in_arguments = {output.memory for output in saved if output.made_in_arguments}
     for output in saved:
         is_argument = output.memory >= 0
         if is_argument or output.memory in returned or output.memory in in_arguments:
-            number_of[output.name] = output.memory
+            memory_by_name[output.name] = output.memory
     lowest_number = min([0, *(output.memory for output in outputs)])
     tangents = filter(_torch.is_tangent, placeholders)
     for number, node in enumerate(tangents, start=1):
-        number_of[node.name] = lowest_number - number
+        memory_by_name[node.name] = Memory(lowest_number - number)
     return ReachableMemory(
         # A size is in nobody's memory.
-        number_of={name: number for name, number in number_of.items() if name in tensors},
+        memory_of={name: memory for name, memory in memory_by_name.items() if name in tensors},
         made_in_arguments=in_arguments,
     )
 
@@ -439,10 +487,10 @@ def watched_inputs(backward: fx.GraphModule, reachable: ReachableMemory) -> set[
     it does so before the first section. Not among them are inputs that the graph itself writes,
     and tangents, which autograd does not watch either.
     """
-    repeats = repeats_of(backward)
+    aliases = Aliases(backward)
     written = set()
     for node in call_nodes(backward.graph):
-        written |= {reachable.find(memory_of(target, repeats)) for target in written_by(node)}
+        written |= {reachable.find(aliases.base_of(target)) for target in written_by(node)}
     return {
         node
         for node in backward.graph.find_nodes(op="placeholder")
@@ -450,95 +498,48 @@ def watched_inputs(backward: fx.GraphModule, reachable: ReachableMemory) -> set[
     }
 
 
-def made_in_arguments(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values that a compiler may make in the memory of an argument that the graph writes.
-
-    A functional graph makes a new value for a buffer of which it writes a part, and copies the
-    buffer's last value to it at its end. Inductor then has such calls write to the buffer.
-    """
-    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    # Arguments that are written, and values in their memory.
-    in_arguments = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
-    if not in_arguments:
-        return set()
-    repeats = repeats_of(gm)
-    values: set[fx.Node] = set()
-    for node in call_nodes(gm.graph):
-        sources = {memory_of(source, repeats) for source in node.all_input_nodes}
-        is_element = name_of(node) == "getitem" and node not in repeats
-        is_in_place = is_element or _torch.may_become_in_place(node.target)
-        if is_in_place and not in_arguments.isdisjoint(sources):
-            values.add(node)
-            in_arguments.add(node)
-    return values
-
-
-def memory_of(node: fx.Node, repeats: AbstractSet[fx.Node]) -> fx.Node:
-    """The node that made the memory in which a node's value lives."""
-    while node in repeats and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def repeats_of(gm: fx.GraphModule) -> set[fx.Node]:
-    """Constants and views, which each section makes for itself; see [Note: calls and repeats].
-
-    It tells what shares memory, too: a view's is that of its first input, see `memory_of`.
-    """
-    repeats: set[fx.Node] = set()
-    for node in call_nodes(gm.graph):
-        if not is_pure(node):
-            continue
-        is_constant = not node.all_input_nodes
-        is_view = _torch.is_view(node.target)
-        if name_of(node) == "getitem":  # of the tuple that a split, for example, returns
-            is_view = node.args[0] in repeats
-        if is_view or is_constant:
-            repeats.add(node)
-    return repeats
-
-
 def read_backward(
     gm: fx.GraphModule,
     reachable: ReachableMemory,
-    parameters: AbstractSet[int] = frozenset(),
-    num_released_before: Mapping[int, int] = {},
+    unwritten: AbstractSet[Argument] = frozenset(),
+    num_released_before: Mapping[Argument, int] = {},
 ) -> BackwardFacts:
     """The facts about a backward graph.
 
     Args:
         gm: the graph.
         reachable: what `find_reachable` returned for it.
-        parameters: the arguments that are a parameter, frozen or with a gradient in this graph.
+        unwritten: the arguments that are a parameter, frozen or with a gradient in this graph:
+            nobody writes to these before their gradients are released.
         num_released_before: for the gradient of each argument how many others autograd releases
             before it; see `releases.py`. One that is left out counts as released when it is made.
     """
     calls = call_nodes(gm.graph)
-    repeats = repeats_of(gm)
+    aliases = Aliases(gm)
     is_ordered = [not is_pure(node) for node in calls]
     communicates = [may_communicate(node) for node in calls]
-    in_arguments = made_in_arguments(gm)
+    in_arguments = made_in_arguments(gm, aliases)
     # The origin of each value, looking through repeats: the calls that made it, and the reachable
     # memory in which it may be.
-    makers: dict[fx.Node, tuple[int, ...]] = {}
-    memories: dict[fx.Node, set[int]] = {}
+    makers: dict[fx.Node, tuple[Call, ...]] = {}
+    memories: dict[fx.Node, set[Memory]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
         if memory is not None:
             memories[node] = {memory}
-    reads: list[dict[int, Tie]] = []
-    memories_read: list[set[int]] = []
-    memory_reads: dict[int, list[int]] = {}
-    write_backs: dict[int, int] = {}
-    for call, node in enumerate(calls):
-        made_by: dict[int, Tie] = {}
-        read: set[int] = set()
+    reads: list[dict[Call, Tie]] = []
+    memories_read: list[set[Memory]] = []
+    memory_reads: dict[Memory, list[Call]] = {}
+    epilogue_copies: dict[Call, Memory] = {}
+    for call, node in numbered(Call, calls):
+        made_by: dict[Call, Tie] = {}
+        read: set[Memory] = set()
         for source in node.all_input_nodes:
             read |= memories.get(source, set())
             for maker in makers.get(source, ()):
                 made_by[maker] = _tie(calls[maker], node, in_arguments)
         memories_read.append(read)
-        if node in repeats:
+        if node in aliases.views_and_constants:
             makers[node], memories[node] = tuple(made_by), read
             reads.append({})
             continue
@@ -546,35 +547,35 @@ def read_backward(
         reads.append(made_by)
         for memory in read:
             memory_reads.setdefault(memory, []).append(call)
-        written = _written_back(node, reachable)
+        written = _memory_of_epilogue_copy(node, reachable)
         if written is not None:
-            write_backs[call] = written
+            epilogue_copies[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    pinned_places = _pinned_places(reads, is_ordered, memory_reads, write_backs)
-    forward_reads, without_snapshot = _forward_reads(
-        gm, repeats, reachable, parameters, may_compare_sizes=not any(communicates)
+    observable_calls = _observable_calls(reads, is_ordered, memory_reads, epilogue_copies)
+    snapshot_reads, without_snapshot = _snapshot_reads(
+        gm, aliases, reachable, unwritten, may_compare_sizes=not any(communicates)
     )
-    pinned_places.update(dict.fromkeys(without_snapshot, -1))
-    for call, in_snapshots in forward_reads.items():
+    observable_calls.update(dict.fromkeys(without_snapshot, BEFORE_ALL_CALLS))
+    for call, in_snapshots in snapshot_reads.items():
         if memories_read[call] == in_snapshots:
-            del pinned_places[call]
+            del observable_calls[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
-        is_repeat=[node in repeats for node in calls],
+        is_view_or_constant=[node in aliases.views_and_constants for node in calls],
         is_ordered=is_ordered,
         communicates=communicates,
         reads=reads,
         num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
         gradients=gradients,
         memory_reads=memory_reads,
-        write_backs=write_backs,
-        pinned_places=pinned_places,
+        epilogue_copies=epilogue_copies,
+        observable_calls=observable_calls,
         release_places=_release_places(calls, gradients, num_released_before),
-        forward_reads=forward_reads,
+        snapshot_reads=snapshot_reads,
     )
 
 
-def _written_back(node: fx.Node, reachable: ReachableMemory) -> int | None:
+def _memory_of_epilogue_copy(node: fx.Node, reachable: ReachableMemory) -> Memory | None:
     """The memory that a call writes and nothing else, as AOTAutograd's last calls do; else None.
 
     A call whose result is used does something else as well.
@@ -585,32 +586,33 @@ def _written_back(node: fx.Node, reachable: ReachableMemory) -> int | None:
     return reachable.find(target) if isinstance(target, fx.Node) else None
 
 
-def _pinned_places(
-    reads: Sequence[Mapping[int, Tie]],
+def _observable_calls(
+    reads: Sequence[Mapping[Call, Tie]],
     is_ordered: Sequence[bool],
-    memory_reads: Mapping[int, Sequence[int]],
-    write_backs: Mapping[int, int],
-) -> dict[int, int]:
+    memory_reads: Mapping[Memory, Sequence[Call]],
+    epilogue_copies: Mapping[Call, Memory],
+) -> dict[Call, Place]:
     """Where the calls stand that see or change what the program can reach."""
-    places = {call: call for call, has_effects in enumerate(is_ordered) if has_effects}
+    places = {call: Place(call) for call, has_effects in numbered(Call, is_ordered) if has_effects}
     for calls in memory_reads.values():
-        places.update((call, call) for call in calls)
-    for call, memory in write_backs.items():
+        places.update((call, Place(call)) for call in calls)
+    for call, memory in epilogue_copies.items():
         # Behind what makes its value, and behind what reads or writes the memory before it.
-        # Other write-backs to the same memory count: they are in this order.
-        earlier = [other for other in memory_reads[memory] if other < call]
-        places[call] = max((*reads[call], *(places[other] for other in earlier)), default=-1)
+        # Other epilogue copies to the same memory count: they are in this order.
+        makers = [Place(maker) for maker in reads[call]]
+        others = [places[other] for other in memory_reads[memory] if other < call]
+        places[call] = max([*makers, *others], default=BEFORE_ALL_CALLS)
     return places
 
 
-def _forward_reads(
+def _snapshot_reads(
     gm: fx.GraphModule,
-    repeats: AbstractSet[fx.Node],
+    aliases: Aliases,
     reachable: ReachableMemory,
-    parameters: AbstractSet[int],
+    unwritten: AbstractSet[Argument],
     *,
     may_compare_sizes: bool,
-) -> tuple[dict[int, frozenset[int]], list[int]]:
+) -> tuple[dict[Call, frozenset[Memory]], list[Call]]:
     """Calls that read what the forward had in reachable memory, as the forward left it.
 
     Such are calls of the forward that are made again, and read anything but parameters. Without a
@@ -622,27 +624,28 @@ def _forward_reads(
     """
     needs_tangent: set[fx.Node] = set()
     # The memory in which a value is, unless it is a parameter's or a tangent's.
-    memories: dict[fx.Node, frozenset[int]] = {}
+    memories: dict[fx.Node, frozenset[Memory]] = {}
+    unwritten_memory = set(map(memory_of_argument, unwritten))
     # What can have no snapshot.
-    without_copy: set[int] = set()
-    num_bytes: dict[int, int] = {}
+    without_copy: set[Memory] = set()
+    num_bytes: dict[Memory, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
         if _torch.is_tangent(node):
             needs_tangent.add(node)
-        elif memory is not None and memory not in parameters:
+        elif memory is not None and memory not in unwritten_memory:
             memories[node] = frozenset([memory])
             num_bytes[memory] = num_bytes_of(_torch.aten_value(node))
             if _torch.aten_value(node).layout is not torch.strided:
                 without_copy.add(memory)
     has_tangents = bool(needs_tangent)
-    forward_reads: dict[int, frozenset[int]] = {}
+    snapshot_reads: dict[Call, frozenset[Memory]] = {}
     without_snapshot = []
-    for call, node in enumerate(call_nodes(gm.graph)):
+    for call, node in numbered(Call, call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
-        read = frozenset[int]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
-        if node in repeats:
+        read = frozenset[Memory]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
+        if node in aliases.views_and_constants:
             memories[node] = read
             continue
         is_of_forward = has_tangents and node not in needs_tangent and is_pure(node)
@@ -655,34 +658,35 @@ def _forward_reads(
         if may_compare_sizes and is_pure(node):
             is_smaller = num_bytes_of(_torch.aten_value(node)) < num_copied
         if without_copy.isdisjoint(read) and not is_smaller:
-            forward_reads[call] = read
+            snapshot_reads[call] = read
         else:
             without_snapshot.append(call)
-    return forward_reads, without_snapshot
+    return snapshot_reads, without_snapshot
 
 
 def _release_places(
     calls: Sequence[fx.Node],
-    gradients: Mapping[int, tuple[int, ...]],
-    num_released_before: Mapping[int, int],
-) -> dict[int, int]:
+    gradients: Mapping[Argument, tuple[Call, ...]],
+    num_released_before: Mapping[Argument, int],
+) -> dict[Argument, Place]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
     So that a hook sees all that the node did; see [Note: order, as a hook sees it]. It stands
     behind all calls that autograd made before it released the gradient, see `releases.py`.
     """
-    # For each number of gradients: the last call that autograd made before it had released more.
-    last_calls: collections.defaultdict[int, int] = collections.defaultdict(lambda: -1)
-    for call, node in enumerate(calls):
+    # Behind which call autograd had released each number of gradients, and no more.
+    last_places: collections.defaultdict[int, Place]
+    last_places = collections.defaultdict(lambda: BEFORE_ALL_CALLS)
+    for call, node in numbered(Call, calls):
         num_before = num_released_before_call(node)
         if num_before is not None:
-            last_calls[num_before] = call
-    numbers = range(max([*last_calls, *num_released_before.values()], default=0) + 1)
-    reached = list(itertools.accumulate((last_calls[number] for number in numbers), max))
-    places: dict[int, int] = {}
+            last_places[num_before] = Place(call)
+    numbers = range(max([*last_places, *num_released_before.values()], default=0) + 1)
+    reached = list(itertools.accumulate((last_places[number] for number in numbers), max))
+    places: dict[Argument, Place] = {}
     for argument, made_by in gradients.items():
         # An input of the graph is there from the start.
-        places[argument] = max(made_by, default=-1)
+        places[argument] = max(map(Place, made_by), default=BEFORE_ALL_CALLS)
         if argument in num_released_before:
             places[argument] = max(places[argument], reached[num_released_before[argument]])
     return places

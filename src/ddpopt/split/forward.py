@@ -27,6 +27,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from ddpopt import _torch
+from ddpopt._indices import SectionIndex
 from ddpopt.split.cut import Section
 from ddpopt.split.nodes import (
     IS_COPY,
@@ -67,8 +68,9 @@ def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
 def _inline_constant(node: fx.Node) -> None:
     """Replace a symbolic integer that tracing has since found to be constant by its value.
 
-    Otherwise the section that computes it would have to return a plain int, which AOTAutograd
-    cannot do. A section takes placeholders as its inputs, and returns none of them.
+    Otherwise the section that computes the integer would have to return a plain int, which
+    AOTAutograd cannot do. A placeholder stays: sections take placeholders as inputs, and return no
+    placeholder.
     """
     constant = _torch.constant_of(_torch.dynamo_value(node))
     if node.op == "placeholder" or constant is None:
@@ -105,13 +107,13 @@ def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
     takes_tuple_apart = isinstance(_torch.dynamo_value(producer), tuple | list)
     if not takes_tuple_apart or isinstance(node.args[1], fx.Node):
         return
-    # Behind those that stand there already, so that elements keep their order.
-    place = producer
-    while place.next.target is operator.getitem and place.next.args[0] is producer:
-        place = place.next
-        if place is node:
+    # Behind the elements that stand there already, so that elements keep their order.
+    last = producer
+    while last.next.target is operator.getitem and last.next.args[0] is producer:
+        last = last.next
+        if last is node:
             return
-    place.append(node)
+    last.append(node)
 
 
 # ---- Section graphs --------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     `gm` comes from `copy_for_cutting`, and is changed.
     """
     calls = call_nodes(gm.graph)
-    section_of: dict[fx.Node, int] = {}
+    section_of: dict[fx.Node, SectionIndex] = {}
     for section in sections:
         section_of.update(dict.fromkeys(calls[section.start : section.stop], section.index))
     # Writes are handled from the last to the first, so that each section copies what the one before
@@ -206,7 +208,7 @@ def _have_as_attributes(
 
 
 def _use_instead(
-    copied: fx.Node, value: fx.Node, section_of: Mapping[fx.Node, int], first: int
+    copied: fx.Node, value: fx.Node, section_of: Mapping[fx.Node, SectionIndex], first: int
 ) -> None:
     """Make section `first` and all later ones, and the output, use `copied` in place of `value`."""
     copied.meta = {**value.meta, IS_COPY: True}
@@ -216,7 +218,7 @@ def _use_instead(
     )
 
 
-def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, int]) -> list[fx.Node]:
+def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, SectionIndex]) -> list[fx.Node]:
     """The values that require grad and to which later sections pass back no gradient.
 
     Otherwise the backward of the section that made them would get zeros, and give zeros to

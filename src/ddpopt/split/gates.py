@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from ddpopt import _torch
+from ddpopt._indices import Argument, Slot
 from ddpopt.errors import HookError
 from ddpopt.split.backward import Flow
 from ddpopt.steps import sections
@@ -57,7 +58,7 @@ class Run:
     """
 
     values: list[Any]
-    versions: dict[int, int]
+    versions: dict[Slot, int]
     num_sections_begun: int = 0
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
@@ -137,10 +138,10 @@ def _in_own_memory(gradient: Any) -> Any:
 
 def run_first_section(
     section: CompiledSection,
-    argument_of_output: Sequence[int | None],
-    token_argument: int,
+    argument_of_output: Sequence[Argument | None],
+    token_argument: Argument,
     num_kept: int,
-    watched: Collection[int],
+    watched: Collection[Slot],
     device: torch.device,
 ) -> Boxed:
     """What AOTAutograd is to run as its backward: the first section, and the start of a run.
@@ -148,18 +149,18 @@ def run_first_section(
     `argument_of_output` gives the argument to which each gradient that AOTAutograd expects belongs;
     `num_kept` is how many values all sections keep, and `watched` are the slots that some watch.
     """
-    places = {argument: place for place, argument in enumerate(argument_of_output)}
-    gradient_places = [places[argument] for argument in section.flow.releases]
-    token_place = places[token_argument]
+    output_of = {argument: output for output, argument in enumerate(argument_of_output)}
+    gradient_outputs = [output_of[argument] for argument in section.flow.releases]
+    token_output = output_of[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
         versions = _torch.versions(inputs[slot] for slot in watched)
         run = Run([*inputs, *[None] * num_kept], dict(zip(watched, versions, strict=True)))
         inputs.clear()
         gradients: list[Any] = [None] * len(argument_of_output)
-        for place, gradient in zip(gradient_places, section.run(run), strict=True):
-            gradients[place] = gradient
-        gradients[token_place] = handle = torch.zeros(1, device=device, dtype=TOKEN_DTYPE)
+        for output, gradient in zip(gradient_outputs, section.run(run), strict=True):
+            gradients[output] = gradient
+        gradients[token_output] = handle = torch.zeros(1, device=device, dtype=TOKEN_DTYPE)
         handle.ddpopt_run = run  # type: ignore[attr-defined]  # see [Note: tokens, gates and runs]
         return gradients
 

@@ -252,7 +252,7 @@ def _source_text(stack_trace: str) -> str:
 
 
 @dataclass(slots=True)
-class Memory:
+class WrittenMemory:
     """The values that share one storage, as (node, position made, last use), and who writes to it.
 
     A graph input is made at -1. `writes` are the positions of calls, in order.
@@ -265,7 +265,7 @@ class Memory:
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
 
 
-def find_written_memory(graph: fx.Graph) -> list[Memory]:
+def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
     """The memory that some call writes to in place.
 
     What a reshape returns counts as its input's memory even if it was copied: that depends on
@@ -273,7 +273,7 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
     """
     calls = call_nodes(graph)
     positions = {node: position for position, node in enumerate(calls)}
-    memory: dict[int, Memory] = {}
+    memory: dict[int, WrittenMemory] = {}
     origin: dict[int, int] = {}
 
     def keys_of(node: fx.Node) -> list[int]:
@@ -286,14 +286,14 @@ def find_written_memory(graph: fx.Graph) -> list[Memory]:
             origin.update((key, source) for key in storage_keys(node) for source in sources)
         for key in keys_of(node):
             last = max((positions.get(user, len(calls)) for user in node.users), default=made)
-            memory.setdefault(key, Memory()).values.append((node, made, last))
+            memory.setdefault(key, WrittenMemory()).values.append((node, made, last))
         for target in written_by(node):
             for key in keys_of(target):
-                memory.setdefault(key, Memory()).writes.append(made)
+                memory.setdefault(key, WrittenMemory()).writes.append(made)
     return [m for m in memory.values() if m.writes]
 
 
-def mutation_spans(written: Sequence[Memory]) -> Iterable[tuple[int, int]]:
+def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]]:
     """Yield the boundaries at which two or more values share memory that is written to later.
 
     They are spans (first, last) with both ends included, empty if first > last. Passed to another
@@ -333,8 +333,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if _torch.is_higher_order(node.target):
         values += node.all_input_nodes if _writes_within(node) else []
     else:
-        for place, name in _written_arguments(node):
-            values += leaves(_argument(node, place, name))
+        for position, name in _written_arguments(node):
+            values += leaves(_argument(node, position, name))
     return list(dict.fromkeys(value for value in values if isinstance(value, fx.Node)))
 
 
@@ -351,9 +351,9 @@ def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
     return written
 
 
-def _argument(node: fx.Node, place: int | None, name: str) -> Any:
-    if place is not None and place < len(node.args):
-        return node.args[place]
+def _argument(node: fx.Node, position: int | None, name: str) -> Any:
+    if position is not None and position < len(node.args):
+        return node.args[position]
     return node.kwargs.get(name, node.kwargs.get("input") if name == "self" else None)
 
 
@@ -383,8 +383,8 @@ def _is_in_place(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     names = _parameter_names(node.target)
-    place = names.index("inplace") if "inplace" in names else None
-    return _argument(node, place, "inplace") is True
+    position = names.index("inplace") if "inplace" in names else None
+    return _argument(node, position, "inplace") is True
 
 
 @functools.lru_cache(maxsize=256)  # a graph calls few functions, many times

@@ -4,19 +4,41 @@ Pure, and linear in the graph. It trusts neither who chose the sections nor who 
 and changes nothing.
 
 [Note: proof]
-The graph and its sections are run symbolically. A value's *expression* is the call that makes it,
-with its arguments' expressions; equal ones have one number, so what sections make again, or copy,
-is equal to the original. A call that writes, or is not known to be pure, is the n-th *effect*: it
-is made once, in the same order. A write changes the *version* of the memory, and a value read at
-another version is another argument. Sections are right if each output has its expression, effects
-are equal, and each section does what the cut says of it.
+    the graph                              its sections
+    0  b = sigmoid(buffer)                 0:  a = mm(tangent, x)     -> released
+    1  a = mm(tangent, x)    -> released   1:  b = sigmoid(buffer)
+    2  c = mul(tangent, b)   -> released       c = mul(tangent, b)    -> released
 
-Of a backward it is shown besides that no call runs behind a gradient's release before which it
-stands, if it has an effect or reads memory that the program can reach; see [Note: order, as a hook
-sees it] in facts.py. What the autograd node that makes a gradient does is looked for once more, by
-the numbers of nodes and Functions rather than by where autograd released the gradient. And no call
-that may communicate runs before a release behind which it stands; see [Note: collectives] in
-sections.py.
+Both are run symbolically. A value's *expression* is the call that makes it, with its arguments'
+expressions; equal expressions have one number, so what sections make again, or copy, is equal to
+the original. Above, gradients `a` and `c` have the same numbers in the graph and in the sections.
+The sections are refused all the same: call 0 stands before the release of `a` and runs behind it,
+where a hook may have written to the buffer.
+
+A call that writes, or is not known to be pure, is the n-th *effect*: it is made once, in the same
+order. A write changes the *version* of the memory, and a value read at another version is another
+argument. Sections are right if each output has its expression, effects are equal, and each section
+does what the cut says of it.
+
+Of a backward it is shown besides that
+- no call runs behind a gradient's release before which it stands, if it has an effect or reads
+  memory that the program can reach; see [Note: order, as a hook sees it] in facts.py. What the
+  autograd node that makes a gradient does is looked for once more, by the numbers of nodes and
+  Functions rather than by where autograd released the gradient.
+- no call that may communicate runs before a release behind which it stands; see
+  [Note: collectives] in sections.py.
+- nothing is computed more often than in the graph, but for views, numbers, and constants of a
+  closed list: a call that draws, and is not known to, would draw in each section.
+
+What the proof finds in a way of its own, since the choice of sections would otherwise be trusted
+twice: which values share memory (by the storages of AOTAutograd's values, where `aliases.py` goes
+by operators), what may be made again (by the list `_CONSTANTS`, where `aliases.py` asks `is_pure`),
+and the autograd node of each gradient.
+
+What it trusts: AOTAutograd's trace; what `nodes.py` says of single operators (`is_pure`,
+`may_communicate`, `written_by`); which inputs the program can reach, which values may be made in
+arguments and where calls stand (`find_reachable`, `made_in_arguments`, `read_backward`); and the
+compiler, which is given sections that are right.
 """
 
 from __future__ import annotations
@@ -24,6 +46,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -33,17 +56,26 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import (
+    BEFORE_ALL_CALLS,
+    Argument,
+    Call,
+    ParameterIndex,
+    Place,
+    SectionIndex,
+    Slot,
+    memory_of_argument,
+    numbered,
+)
 from ddpopt.errors import NotCutError, Reason
+from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.backward import SectionGraph
 from ddpopt.split.cut import Cut, Section
 from ddpopt.split.facts import (
     BackwardFacts,
     ReachableMemory,
     gradient_nodes,
-    made_in_arguments,
-    memory_of,
     read_backward,
-    repeats_of,
     watched_inputs,
 )
 from ddpopt.split.nodes import (
@@ -52,6 +84,7 @@ from ddpopt.split.nodes import (
     call_nodes,
     is_differentiable,
     is_pure,
+    leaves,
     may_communicate,
     name_of,
     output_values,
@@ -60,6 +93,16 @@ from ddpopt.split.nodes import (
     written_by,
 )
 from ddpopt.split.releases import function_of, num_released_before_call
+
+_FIRST_SECTION = SectionIndex(0)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+# The operators of ATen and prims that make a tensor of numbers alone, without drawing any.
+_CONSTANTS = frozenset(
+    {
+        *("arange", "empty", "empty_permuted", "empty_strided", "eye", "full", "iota", "linspace"),
+        *("logspace", "ones", "scalar_tensor", "tril_indices", "triu_indices", "zeros"),
+    }
+)
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -75,9 +118,9 @@ class Releases:
     """What `releases.py` noted of a graph: where autograd releases gradients."""
 
     # For the gradient of each argument, how many others autograd releases before it.
-    num_before: Mapping[int, int] = field(default_factory=dict)
+    num_before: Mapping[Argument, int] = field(default_factory=dict)
     # The arguments that go straight into each `autograd.Function`, by its number.
-    function_arguments: Mapping[int, AbstractSet[int]] = field(default_factory=dict)
+    function_arguments: Mapping[int, AbstractSet[Argument]] = field(default_factory=dict)
 
 
 def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is proven against
@@ -85,9 +128,9 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     cut: Cut,
     sections: Sequence[SectionGraph],
     reachable: ReachableMemory,
-    arguments: Mapping[int, int],
+    argument_of: Mapping[ParameterIndex, Argument],
     *,
-    parameters: AbstractSet[int] = frozenset(),
+    unwritten: AbstractSet[Argument] = frozenset(),
     releases: Releases | None = None,
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
@@ -102,57 +145,65 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
         cut: the record of its sections, which is to be shown right.
         sections: their graphs, in the order in which they run.
         reachable: what `find_reachable` returned for it.
-        arguments: each DDP parameter's position among the forward's arguments, by index.
-        parameters: the positions of parameters that are frozen, or have a gradient in the graph.
+        argument_of: by which argument of the forward each DDP parameter comes in.
+        unwritten: as for `read_backward`.
         releases: where autograd released the gradients; each where it is made, if that is unknown.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
     """
     releases = releases or Releases()
-    new_places = itertools.count()
-    views = {owner.graph: repeats_of(owner) for owner in (gm, *(s.graph for s in sections))}
+    new_memory = itertools.count()
 
     def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
-        """The memory that a call returns: its base's for a view, new memory for any other call."""
-        if read and node in views[node.graph]:
-            return read[0].memory
-        return (next(new_places),)
+        """The memory that a call returns: that of inputs of which it is a view, or new memory."""
+        if node.target is operator.getitem and not _viewed_inputs(node.all_input_nodes[0]):
+            return (("element", read[0].memory, node.args[1]),)  # of a tuple of new tensors
+        viewed = _viewed_inputs(node)
+        memory: list[Hashable] = []
+        for source, value in zip(node.all_input_nodes, read, strict=True):
+            if source in viewed:
+                memory += value.memory
+        return tuple(dict.fromkeys(memory)) or (next(new_memory),)
 
-    def writes_back(node: fx.Node, read: Sequence[_Value]) -> bool:
-        # Inputs have other names in sections: their memory tells what it is.
+    def is_epilogue_copy(node: fx.Node, read: Sequence[_Value]) -> bool:
+        # Inputs have other names in sections: their memory tells which they are.
         is_copy = node.target is torch.ops.aten.copy_.default and not node.users
         return is_copy and len(read[0].memory) == 1 and _is_reachable(read[0].memory[0])
 
     numbers: dict[Hashable, int] = {}
-    whole = _Program(numbers, memory_made_by, writes_back)
-    split = _Program(numbers, memory_made_by, writes_back)
+    whole = _Program(numbers, memory_made_by, is_epilogue_copy)
+    split = _Program(numbers, memory_made_by, is_epilogue_copy)
 
     # The whole graph: what each gradient is to be.
     placeholders = gm.graph.find_nodes(op="placeholder")
-    memories = (_memory_of_input(node, reachable, new_places) for node in placeholders)
+    memories = (_memory_of_input(node, reachable, new_memory) for node in placeholders)
     inputs = [_Value(whole.number(("input", k)), memory) for k, memory in enumerate(memories)]
     value_of_output = dict(zip(output_values(gm), whole.run(gm, inputs), strict=True))
     expected = {a: whole.expression_of(value_of_output[n]) for a, n in gradient_nodes(gm).items()}
 
     # The sections, one after the other, as they will run.
     watched = watched_inputs(gm, reachable)
-    watched_slots = {slot for slot, node in enumerate(placeholders) if node in watched}
-    run = _Run(split, watched_slots, slots=dict(enumerate(inputs)))
-    argument_by_name = {p.name: arguments[p.index] for p in cut.arrival}
+    watched_slots = {slot for slot, node in numbered(Slot, placeholders) if node in watched}
+    run = _Run(split, watched_slots, slots=dict(numbered(Slot, inputs)))
+    argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival}
     for section, described in zip(sections, cut.sections, strict=True):
         due = {argument_by_name[name] for name in described.parameters}
-        run.add(section, described, due, views[section.graph.graph])
+        run.add(section, described, due)
 
     _require(run.released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
+    _require(
+        not split.num_made - whole.num_made,
+        "sections make a call again that is neither a view nor a constant",
+    )
     _require(whole.writes == split.writes, "what is written to arguments differs")
-    facts = read_backward(gm, reachable, parameters, releases.num_before)
+    facts = read_backward(gm, reachable, unwritten, releases.num_before)
     calls = call_nodes(gm.graph)
     # The last section in which each event is.
-    ran_in: dict[Hashable, int] = {}
+    ran_in: dict[Hashable, SectionIndex] = {}
     for event in split.events:
-        ran_in[event.what] = max(event.section, ran_in.get(event.what, 0))
+        ran_in[event.what] = max(event.section, ran_in.get(event.what, _FIRST_SECTION))
     _require_order(facts, calls, whole, ran_in, run.released_in)
     _require_whole_nodes(gm, releases, whole, ran_in, run.released_in)
     _require_collectives_behind(facts, releases, calls, whole, ran_in, run.released_in)
@@ -164,12 +215,12 @@ class _Run:
 
     program: _Program
     # The slots whose tensors later sections than the first have to watch when they read them.
-    watched_slots: AbstractSet[int]
-    # What there is for the next section, by slot (see `Flow`).
-    slots: dict[int, _Value]
+    watched_slots: AbstractSet[Slot]
+    # What there is for the next section, see `Flow`.
+    slots: dict[Slot, _Value]
     # The gradients that were released, by argument of the forward, and in which sections.
-    released: dict[int, Hashable] = field(default_factory=dict)
-    released_in: dict[int, int] = field(default_factory=dict)
+    released: dict[Argument, Hashable] = field(default_factory=dict)
+    released_in: dict[Argument, SectionIndex] = field(default_factory=dict)
     # The memory that others may write now: that of these gradients, and of their parameters.
     handed_out: set[Hashable] = field(default_factory=set)
 
@@ -177,12 +228,11 @@ class _Run:
         self,
         section: SectionGraph,
         described: Section,
-        due: AbstractSet[int],
-        views: AbstractSet[fx.Node],
+        due: AbstractSet[Argument],
     ) -> None:
         """Run the next section; require that it does what the cut says of it.
 
-        `due` are the gradients that it has to release, and `views` the views among its calls.
+        `due` are the gradients that it has to release.
         """
         flow, description = section.flow, f"backward section {described.index}"
 
@@ -190,7 +240,7 @@ class _Run:
             self.slots.keys() >= {*flow.takes}, f"{description} reads a value that is not there"
         )
         taken = [self.slots[slot] for slot in flow.takes]
-        read = {place for value in taken for place in value.memory}
+        read = {memory for value in taken for memory in value.memory}
         _require(read.isdisjoint(self.handed_out), f"{description} reads what was handed out")
         watches = self.watched_slots & {*flow.takes} if described.index else set()
         _require(watches == {*flow.watches}, f"{description} watches other inputs")
@@ -206,9 +256,9 @@ class _Run:
 
         num_kept = len(flow.keeps)
         self.slots.update(zip(flow.keeps, returned[:num_kept], strict=True))
-        makers = {memory_of(node, views) for node in output_values(section.graph)[:num_kept]}
+        makers = {_maker_of(node) for node in output_values(section.graph)[:num_kept]}
         _require(
-            makers.isdisjoint(made_in_arguments(section.graph)),
+            makers.isdisjoint(made_in_arguments(section.graph, Aliases(section.graph))),
             f"{description} keeps what may be in memory that the program can reach",
         )
 
@@ -218,16 +268,37 @@ class _Run:
             )
             self.released[argument] = self.program.expression_of(gradient)
             self.released_in[argument] = described.index
-            self.handed_out.update((*gradient.memory, ("reachable", argument)))
+            self.handed_out.update((*gradient.memory, ("reachable", memory_of_argument(argument))))
         _require(due <= {*flow.releases}, f"{description} does not release what is planned")
 
 
+def _storages(node: fx.Node) -> set[int]:
+    """The storages in which AOTAutograd's trace had the tensors that a node stands for."""
+    tensors = [v for v in leaves(_torch.aten_value(node)) if isinstance(v, torch.Tensor)]
+    return {key for tensor in tensors if (key := _torch.storage_key(tensor)) is not None}
+
+
+def _viewed_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs with which a call's result shares memory."""
+    storages = _storages(node)
+    return [source for source in node.all_input_nodes if storages & _storages(source)]
+
+
+def _maker_of(node: fx.Node) -> fx.Node:
+    """The call that made a value, or the input that brought it in, looking through views."""
+    while node.op != "placeholder" and (viewed := _viewed_inputs(node)):
+        if node.target is operator.getitem and not _viewed_inputs(viewed[0]):
+            break
+        node = viewed[0]
+    return node
+
+
 def _memory_of_input(
-    node: fx.Node, reachable: ReachableMemory, new_places: Iterator[int]
+    node: fx.Node, reachable: ReachableMemory, new_memory: Iterator[int]
 ) -> tuple[Hashable, ...]:
     """The memory of an input of a backward. Two tangents may share it."""
-    number = reachable.find(node)
-    memory: Hashable = next(new_places) if number is None else ("reachable", number)
+    found = reachable.find(node)
+    memory: Hashable = next(new_memory) if found is None else ("reachable", found)
     return (memory, "any tangent's") if _torch.is_tangent(node) else (memory,)
 
 
@@ -235,8 +306,8 @@ def _require_order(
     facts: BackwardFacts,
     calls: Sequence[fx.Node],
     whole: _Program,
-    ran_in: Mapping[Hashable, int],
-    released_in: Mapping[int, int],
+    ran_in: Mapping[Hashable, SectionIndex],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require that no event is behind a release before which it stands in the whole graph.
 
@@ -244,27 +315,30 @@ def _require_order(
     sections given.
     """
     # The place of each event in the whole graph.
-    place_of_call = {node: facts.pinned_places.get(k, k) for k, node in enumerate(calls)}
+    place_of_call: dict[fx.Node, Place] = {}
+    for call, node in numbered(Call, calls):
+        place_of_call[node] = facts.observable_calls.get(call, Place(call))
     before_all = {
-        (calls[call], ("reachable", number))
-        for call, numbers in facts.forward_reads.items()
-        for number in numbers
+        (calls[call], ("reachable", memory))
+        for call, memories in facts.snapshot_reads.items()
+        for memory in memories
     }
-    stands_at: dict[Hashable, int] = {}
+    stands_at: dict[Hashable, Place] = {}
     for event in whole.events:
         _require(event.what in ran_in, f"{event.node.name} is left out")
-        memory_read = event.what[-1]  # of an effect it is something else, which is in no set
         place = place_of_call[event.node]
-        if (event.node, memory_read) in before_all:
-            place = -1
+        # A read ends with the memory. What an effect ends with is in no such pair.
+        if (event.node, event.what[-1]) in before_all:
+            place = BEFORE_ALL_CALLS
         # Two equal reads are one event: both have to come before what the first one stands before,
         # though the second may not stand there. AOTAutograd merges equal calls, so this is rare.
-        stands_at[event.what] = min(stands_at.get(event.what, len(calls)), place)
+        stands_at[event.what] = min(stands_at.get(event.what, place), place)
 
     ordered = sorted(stands_at, key=stands_at.__getitem__)
     places = [stands_at[what] for what in ordered]
     # For each k: the last section in which one of the first k events runs.
-    last_sections = list(itertools.accumulate((ran_in[w] for w in ordered), max, initial=0))
+    sections = (ran_in[what] for what in ordered)
+    last_sections = list(itertools.accumulate(sections, max, initial=_FIRST_SECTION))
     for argument, section in released_in.items():
         num_before = bisect.bisect_right(places, facts.release_places[argument])
         _require(
@@ -277,8 +351,8 @@ def _require_whole_nodes(
     gm: fx.GraphModule,
     releases: Releases,
     whole: _Program,
-    ran_in: Mapping[Hashable, int],
-    released_in: Mapping[int, int],
+    ran_in: Mapping[Hashable, SectionIndex],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require that no event of an autograd node is behind the release of the node's gradients.
 
@@ -287,7 +361,6 @@ def _require_whole_nodes(
     """
     numbers = [_torch.autograd_number(node) for node in call_nodes(gm.graph)]
     functions_number = max((number for number in numbers if number is not None), default=None)
-    views = repeats_of(gm)
 
     def node_of(call: fx.Node) -> Hashable | None:
         function = function_of(call)
@@ -296,17 +369,17 @@ def _require_whole_nodes(
         number = _torch.autograd_number(call)
         return None if number == functions_number else number
 
-    last_section: dict[Hashable, int] = {}
+    last_section: dict[Hashable, SectionIndex] = {}
     for event in whole.events:
         call = event.node
         if call.target is torch.ops.aten.copy_.default and isinstance(call.args[1], fx.Node):
             # A write to an argument, at the graph's end: the node is that of the value.
-            call = memory_of(call.args[1], views)
+            call = _maker_of(call.args[1])
         node = node_of(call)
-        last_section[node] = max(ran_in[event.what], last_section.get(node, 0))
+        last_section[node] = max(ran_in[event.what], last_section.get(node, _FIRST_SECTION))
 
     for argument, gradient in gradient_nodes(gm).items():
-        nodes: set[Hashable] = {node_of(memory_of(gradient, views))}
+        nodes: set[Hashable] = {node_of(_maker_of(gradient))}
         # A Function may return the gradient that it got, or a view of it, as that of its input.
         for function, arguments in releases.function_arguments.items():
             if argument in arguments:
@@ -324,12 +397,12 @@ def _require_collectives_behind(
     releases: Releases,
     calls: Sequence[fx.Node],
     whole: _Program,
-    ran_in: Mapping[Hashable, int],
-    released_in: Mapping[int, int],
+    ran_in: Mapping[Hashable, SectionIndex],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require that no call that may communicate runs before a release behind which it stands."""
     what_of = {event.node: event.what for event in whole.events}
-    for place, call in enumerate(calls):
+    for place, call in numbered(Place, calls):
         if not may_communicate(call):
             continue
         section = ran_in[what_of[call]]
@@ -350,11 +423,14 @@ def _require_collectives_behind(
 
 
 def prove_forward(
-    gm: fx.GraphModule, cut: Cut, stitched: fx.GraphModule, arguments: Mapping[int, int]
+    gm: fx.GraphModule,
+    cut: Cut,
+    stitched: fx.GraphModule,
+    argument_of: Mapping[ParameterIndex, Argument],
 ) -> None:
     """Show that a stitched forward graph computes what `gm` does, and uses parameters as said.
 
-    `arguments` is as for `prove_backward`.
+    `argument_of` is as for `prove_backward`.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
@@ -363,8 +439,8 @@ def prove_forward(
     whole = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
     split = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
     inputs = [
-        _Value(whole.number(("input", place)), tuple(storage_keys(node)))
-        for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        _Value(whole.number(("input", argument)), tuple(storage_keys(node)))
+        for argument, node in numbered(Argument, gm.graph.find_nodes(op="placeholder"))
     ]
     expected = whole.run(gm, inputs)
     returned = split.run(stitched, inputs, is_stitched=True)
@@ -379,7 +455,7 @@ def prove_forward(
         "calls with effects are in other sections",
     )
     first_user = _first_users(stitched)
-    argument_by_name = {p.name: arguments[p.index] for p in cut.arrival if p.index in arguments}
+    argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival if p.index in argument_of}
     for section in cut.sections:
         names = [name for name in section.parameters if name in argument_by_name]
         users = {first_user.get(argument_by_name[name]) for name in names}
@@ -389,16 +465,18 @@ def prove_forward(
         )
 
 
-def _first_users(stitched: fx.GraphModule) -> dict[int, int]:
-    """For each input, the first section that may pass a gradient back to it."""
-    place_of = {n: place for place, n in enumerate(stitched.graph.find_nodes(op="placeholder"))}
-    first_user: dict[int, int] = {}
-    for index, call in enumerate(stitched.graph.find_nodes(op="call_module")):
+def _first_users(stitched: fx.GraphModule) -> dict[Argument, SectionIndex]:
+    """For each argument, the first section that may pass a gradient back to it."""
+    inputs = stitched.graph.find_nodes(op="placeholder")
+    argument_by_node = {node: argument for argument, node in numbered(Argument, inputs)}
+    first_user: dict[Argument, SectionIndex] = {}
+    section_calls = stitched.graph.find_nodes(op="call_module")
+    for section, call in numbered(SectionIndex, section_calls):
         placeholders = attribute_of(stitched, call).graph.find_nodes(op="placeholder")
         for placeholder, passed in zip(placeholders, call.args, strict=True):
             users = [user for user in placeholder.users if user.op != "output"]
-            if passed in place_of and any(map(is_differentiable, users)):
-                first_user.setdefault(place_of[passed], index)
+            if passed in argument_by_node and any(map(is_differentiable, users)):
+                first_user.setdefault(argument_by_node[passed], section)
     return first_user
 
 
@@ -414,19 +492,19 @@ class _Value:
 
 
 class _Event(NamedTuple):
-    """An effect, a write-back, or a read of memory that the program can reach.
+    """An effect, an epilogue copy, or a read of memory that the program can reach.
 
     `what` is equal in equal programs, and of a read it ends with the memory.
     """
 
     what: tuple[Hashable, ...]
     node: fx.Node
-    section: int
+    section: SectionIndex
 
 
-def _is_reachable(place: Hashable) -> bool:
+def _is_reachable(memory: Hashable) -> bool:
     """Whether the program can reach memory, see `ReachableMemory`."""
-    return isinstance(place, tuple) and place[0] == "reachable"
+    return isinstance(memory, tuple) and memory[0] == "reachable"
 
 
 @dataclass
@@ -439,18 +517,20 @@ class _Program:
     memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
     # Whether a call writes to reachable memory and does nothing else. Such calls keep their order
     # by memory, not among the other effects.
-    writes_back: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
+    is_epilogue_copy: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
     # The section that is run; set from outside.
-    section: int = 0
+    section: SectionIndex = _FIRST_SECTION
 
     effects: list[Hashable] = field(default_factory=list)
-    # Write-backs, by memory.
+    # Epilogue copies, by memory.
     writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
     # The events, in the order in which they ran. A call that reads a copy of reachable memory reads
     # it when the copy is made.
     events: list[_Event] = field(default_factory=list)
     # For each graph that was run, its calls that are not known to be pure, as sections count them.
     num_fixed: list[int] = field(default_factory=list)
+    # How often each call was made that computes anything but a number, a view or a constant.
+    num_made: collections.Counter[int] = field(default_factory=collections.Counter)
     # Each copy has memory of its own.
     _copy_numbers: Iterator[int] = field(default_factory=itertools.count)
     # How often each memory has been written.
@@ -486,7 +566,7 @@ class _Program:
             if not is_view and any(map(_is_reachable, read[0].memory)):
                 number = next(self._copy_numbers)
                 memory = tuple(
-                    ("snapshot", self.section, place, number) for place in read[0].memory
+                    ("snapshot", self.section, original, number) for original in read[0].memory
                 )
             return _Value(read[0].expression, memory)
         if node.op == "get_attr":
@@ -500,28 +580,33 @@ class _Program:
         call = (node.op, target, arguments, *self._modes)
         written, is_fixed = written_by(node), not is_pure(node)
         self.num_fixed[-1] += is_fixed
-        if self.writes_back(node, read):
-            written_back = self.writes.setdefault(read[0].memory, [])
-            written_back.append(call)
-            call = ("written back", read[0].memory, len(written_back))
+        if self.is_epilogue_copy(node, read):
+            copies = self.writes.setdefault(read[0].memory, [])
+            copies.append(call)
+            call = ("epilogue copy", read[0].memory, len(copies))
             self.events.append(_Event(call, node, self.section))
         elif written or is_fixed:
             # Its result is that of the n-th effect. What it is called with is compared in order.
             self.effects.append(call)
             call = ("effect", len(self.effects))
             self.events.append(_Event(call, node, self.section))
-        elif not read or memory != read[0].memory:  # else it is a view, which reads nothing
+        elif not {m for value in read for m in value.memory}.issuperset(memory):
+            # It is no view: a view reads nothing, and may be made by each section.
             self._note_reads(self.number(call), node, read)
-        self._versions.update({place for source in written for place in values[source].memory})
+            is_constant = not read and name_of(node).partition(".")[0] in _CONSTANTS
+            is_number = isinstance(_torch.aten_value(node), _NUMBERS)
+            if not is_constant and not is_number:
+                self.num_made[self.number(call)] += 1
+        self._versions.update({m for source in written for m in values[source].memory})
         return _Value(self.number(call), memory)
 
     def _note_reads(self, call: int, node: fx.Node, read: Sequence[_Value]) -> None:
         """Note what reachable memory the call reads, now or in a snapshot."""
-        for place in itertools.chain.from_iterable(value.memory for value in read):
-            if _is_reachable(place):
-                self.events.append(_Event(("read", call, place), node, self.section))
-            elif isinstance(place, tuple) and place[0] == "snapshot":
-                _, section, original, _ = place
+        for memory in itertools.chain.from_iterable(value.memory for value in read):
+            if _is_reachable(memory):
+                self.events.append(_Event(("read", call, memory), node, self.section))
+            elif isinstance(memory, tuple) and memory[0] == "snapshot":
+                _, section, original, _ = memory
                 self.events.append(_Event(("read", call, original), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
@@ -546,7 +631,7 @@ class _Program:
             is_inlined = constant is not None and argument.op != "placeholder"
             argument = constant if is_inlined else values[argument]
         if isinstance(argument, _Value):
-            return (argument.expression, *(self._versions[place] for place in argument.memory))
+            return (argument.expression, *(self._versions[memory] for memory in argument.memory))
         if isinstance(argument, list | tuple):
             return (list, *(self.expression_of(item, values) for item in argument))
         if isinstance(argument, Mapping):

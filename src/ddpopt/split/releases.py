@@ -33,6 +33,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
+from ddpopt._indices import Argument, numbered
 from ddpopt.split.nodes import graphs_of, name_of
 
 _MARK = "ddpopt_num_released"
@@ -53,15 +54,15 @@ class ReleaseOrder:
     It is complete once AOTAutograd has traced the graph, forward and backward.
     """
 
-    def __init__(self, arguments: Sequence[int]) -> None:
+    def __init__(self, arguments: Sequence[Argument]) -> None:
         """Make an order in which nothing is known yet of these arguments, all watched."""
         self._arguments = arguments
         # For each argument whose gradient was released, how many were released before it.
-        self._num_before: dict[int, int] = {}
+        self._num_before: dict[Argument, int] = {}
         # The last node of the forward, or that has a mark. None until the forward has ended.
         self._last_node: fx.Node | None = None
 
-    def num_before(self, argument: int) -> int:
+    def num_before(self, argument: Argument) -> int:
         """How many gradients are released before this argument's.
 
         All of them, if autograd did not say when it releases this one: later is never wrong.
@@ -89,7 +90,7 @@ class ReleaseOrder:
     def _end_forward(self, graph: fx.Graph) -> None:
         self._last_node = next(reversed(graph.nodes))
 
-    def _release(self, argument: int, _gradient: torch.Tensor) -> None:
+    def _release(self, argument: Argument, _gradient: torch.Tensor) -> None:
         graph = _torch.traced_graph()
         if graph is None or self._last_node is None:
             return  # somebody else differentiates: nothing is traced
@@ -108,22 +109,23 @@ _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
 # ---- Functions, for the proof ----------------------------------------------------------------
 
 
-def mark_functions(gm: fx.GraphModule) -> dict[int, frozenset[int]]:
+def mark_functions(gm: fx.GraphModule) -> dict[int, frozenset[Argument]]:
     """Number the calls of `autograd.Function`s in Dynamo's graph, and mark their backward's calls.
 
     Returns the graph's arguments that go straight into each. By this the proof finds out in a way
     of its own where the backward of a Function ends.
     """
-    arguments_of: dict[int, frozenset[int]] = {}
+    arguments_of: dict[int, frozenset[Argument]] = {}
     placeholders = gm.graph.find_nodes(op="placeholder")
-    _mark_functions(gm, {node: k for k, node in enumerate(placeholders)}, arguments_of)
+    argument_of = {node: argument for argument, node in numbered(Argument, placeholders)}
+    _mark_functions(gm, argument_of, arguments_of)
     return arguments_of
 
 
 def _mark_functions(
     gm: fx.GraphModule,
-    argument_of: Mapping[fx.Node, int],
-    arguments_of: dict[int, frozenset[int]],
+    argument_of: Mapping[fx.Node, Argument],
+    arguments_of: dict[int, frozenset[Argument]],
 ) -> None:
     for node in gm.graph.nodes:
         graphs = graphs_of(node)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._indices import Argument, ParameterIndex
 from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Order, compare_order, find_misplaced, predict_buckets
@@ -21,7 +22,7 @@ from ddpopt.split import state
 from ddpopt.split.cut import Cut, GraphText
 from ddpopt.split.gates import refuse_double_backward
 
-Call = Callable[..., Any]
+CompiledCall = Callable[..., Any]
 # Begins what compiling would have begun, for a DDP module that runs code of another.
 StartOnModule = Callable[[DistributedDataParallel], None]
 
@@ -35,9 +36,9 @@ class CompiledGraph:
 
     cut: Cut
     text: GraphText
-    call: Call
-    # Which argument of the graph brings in each DDP parameter, by the parameter's index.
-    argument_of: Mapping[int, int]
+    call: CompiledCall
+    # Which argument of the graph brings in each DDP parameter.
+    argument_of: Mapping[ParameterIndex, Argument]
 
 
 class GraphRunner:
@@ -53,7 +54,7 @@ class GraphRunner:
         self,
         compiled: CompiledGraph,
         *,
-        arrives_last: Sequence[int],
+        arrives_last: Sequence[ParameterIndex],
         cut_for: state.CutFor,
         is_for_copy: bool,
         start: StartOnModule,
@@ -63,10 +64,10 @@ class GraphRunner:
 
         Args:
             compiled: what is run.
-            arrives_last: parameters whose gradients have to arrive last in every step, by index.
+            arrives_last: parameters whose gradients have to arrive last in every step.
             cut_for: the buckets for which the graph was cut.
-            is_for_copy: a check compiled it for a copy of a module. The original runs it next, to
-                which it is no news.
+            is_for_copy: a check compiled the graph for a copy of a module, and has logged the cut:
+                it is not logged again when the original module runs the graph.
             start: called with each further DDP module that runs the graph.
             log: called with the cut and each of these modules.
         """
@@ -82,7 +83,7 @@ class GraphRunner:
         )
         # Where each parameter comes in, in arrival order, if modules share the graph. Which they
         # are is known in each call, see `DDPState.note_run`.
-        self._shared_parameters: list[int] | None = None
+        self._shared_parameters: list[Argument] | None = None
         if compiled.cut.is_shared:
             self._shared_parameters = [argument_of[i] for i in arrival if i in argument_of]
         self._cut_for = cut_for
@@ -91,8 +92,8 @@ class GraphRunner:
         self._log = log
 
     @property
-    def used(self) -> tuple[int, ...]:
-        """The parameters that the graph uses, by index; those too that another graph uses first."""
+    def used(self) -> tuple[ParameterIndex, ...]:
+        """The parameters that the graph uses; those too that another graph uses first."""
         return tuple(self._compiled.argument_of)
 
     def __call__(self, *args: Any) -> Any:
@@ -173,7 +174,7 @@ def _may_be_seen(ddp: DistributedDataParallel) -> bool:
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
     """Compare DDP's final buckets with those predicted, once; False until DDP reports them.
 
-    It warns of the first parameter out of place: from there on allreduces start late.
+    It warns of the first parameter in another bucket: from there on allreduces start late.
     """
     module_state = state.get(ddp)
     if module_state.reported_buckets is not None:
@@ -226,15 +227,15 @@ def _find_cause(module_state: state.DDPState, cut: Cut) -> str:
     )
 
 
-def _with_arrival_order(call: Call, arguments: Sequence[int]) -> Call:
+def _with_arrival_order(call: CompiledCall, arguments: Sequence[Argument]) -> CompiledCall:
     """Make the gradients of these arguments arrive last, in the order given.
 
     A section returns all its gradients at once, and autograd accumulates them in an order of its
-    own; the Reducer would rebuild its buckets from that. An alias of each argument puts an
-    autograd node in front of its AccumulateGrad. Autograd runs later-made nodes first, so making
-    the aliases last to first orders the gradients. They then come after all sections' backward.
-    That costs little in the first steps: until DDP has rebuilt its buckets, it has one for each
-    dtype. Of the gradients that have to arrive last in every step it is what is asked for.
+    own; the Reducer would rebuild its buckets from that order. An alias of each argument puts an
+    autograd node in front of the argument's AccumulateGrad. Autograd runs later-made nodes first,
+    so making the aliases last to first orders the gradients, and delays them to the end of the
+    sections' backward. The delay costs little in the first steps: until DDP has rebuilt its
+    buckets, it has one for each dtype. With `arrives_last` the delay is the purpose.
     """
     if not arguments:
         return call

@@ -6,17 +6,29 @@ will do (`reducer.py`) to sections. `forward.py` and `backward.py` make graphs o
 A *boundary* at p separates the calls before p from p and those after it.
 
 [Note: stages and boundaries]
-The calls of a backward graph for which bucket k waits, but no earlier bucket, are *stage* k; a call
-for which no bucket waits belongs to the stage in which it stands, or to the last one. A hook that
-gets a gradient may update the parameter, as an optimizer in a hook does, so a bucket also waits for
-the calls that read its parameters. Running the stages in order completes each bucket as early as
-possible without changing any arithmetic.
+    the backward of linear(relu(linear(x)))       bucket    stage
+    0  gb2 = sum(g)                               0         0
+    1  gw2 = mm(t(h), g)                          0         0
+    2  gh = mm(g, w2)                                       0: it reads w2
+                                                            <- boundary: `gh` is kept
+    3  gr = relu_backward(gh, h)                            1
+    4  gb1 = sum(gr)                              1         1
+    5  gw1 = mm(t(x), gr)                         1         1
+
+The calls for which bucket k waits, but no earlier bucket, are *stage* k. A call for which no bucket
+waits belongs to the stage in which it stands, or to the last one. A hook that gets a gradient may
+update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that read
+its parameters, as call 2 does. Running the stages in order completes each bucket as early as
+possible without changing any arithmetic. In the example the stages are in the graph's order; in
+others calls move.
 
 The boundary after stage k may move later, up to the first gradient of the next stage, to where the
-fewest bytes have to be kept for later sections. It never moves past a call with effects, which may
+fewest bytes have to be kept for later sections. (Above, behind call 3 two uses of `gr` would cross,
+one of which is fused with call 3.) It never moves past a call with effects, which may
 communicate: bytes differ between ranks, and on which side of a bucket's allreduce such a call is
-made must not. Nor past the place from which a gradient that is in no bucket may be released, for
-whose hook the same holds. Everything is linear in the graph's size.
+made must not differ. Nor does it move past the position from which a gradient that is in no bucket
+may be released: a hook on that gradient may communicate too. Everything is linear in the graph's
+size.
 
 [Note: collectives]
 A model may have collectives of its own. Ranks have to issue these and DDP's allreduces in one
@@ -46,6 +58,20 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ddpopt._indices import (
+    BEFORE_ALL_CALLS,
+    Argument,
+    BucketIndex,
+    Call,
+    Memory,
+    ParameterIndex,
+    Place,
+    Position,
+    SectionIndex,
+    Stage,
+    memory_of_argument,
+    numbered,
+)
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.reducer import Bucket, Parameter, number_buckets
 from ddpopt.split.cut import Section, make_sections, parts_of_buckets
@@ -104,28 +130,34 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
         _require_two_parts(bucket_parts)
     use_of = {p: facts.first_use[p.index] for part in bucket_parts for p in part}
     # How far towards the graph's start backward has to come, bucket by bucket.
-    firsts = [min(use_of[p] for p in part) for part in bucket_parts]
+    firsts = [Position(min(use_of[p] for p in part)) for part in bucket_parts]
     positions = sorted(set(itertools.accumulate(firsts, min)))
     if len(positions) == 1 and not communicates:
         raise NotCutError(Reason.COMPLETE_TOGETHER)
-    legal = [0, *(p for p, is_legal in enumerate(facts.legal_bounds) if is_legal)]
-    wanted = set()
+    legal = [Position(0)]
+    legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
+    wanted: set[Position] = set()
     for position in positions[1:]:
         wanted.add(legal[bisect.bisect_right(legal, position) - 1])
     wanted.update(_bounds_behind_collectives(facts, legal))
-    inner_bounds = _drop_empty_sections(wanted - {0}, facts)
-    bounds = [0, *inner_bounds, facts.num_calls]
+    inner_bounds = _drop_empty_sections(wanted - {Position(0)}, facts)
+    bounds = [Position(0), *inner_bounds, Position(facts.num_calls)]
     if communicates:
         _require_collectives_first(facts, bounds)
     if not inner_bounds:
         _require_two_parts(bucket_parts)
         raise NotCutError(Reason.NO_LEGAL_CUT)
     arrival = sorted(use_of, key=lambda p: (-use_of[p], -p.index))
-    section_of = {p: bisect.bisect_right(bounds, use_of[p]) - 1 for p in arrival}
+    section_of = {p: _section_at(bounds, Position(use_of[p])) for p in arrival}
     return make_sections(bounds, section_of, facts.call_names, facts.is_fixed)
 
 
-def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[int]) -> list[int]:
+def _section_at(bounds: Sequence[Position], position: Position) -> SectionIndex:
+    """The section in which the call at a position is; `bounds` begin and end with the graph's."""
+    return SectionIndex(bisect.bisect_right(bounds, position) - 1)
+
+
+def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -> list[Position]:
     """The boundaries between each collective and the next first use; see [Note: collectives].
 
     A first use and a collective of one call (a checkpoint, an operator with weights) are one.
@@ -135,8 +167,8 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[int]) -> lis
     """
     bounds = []
     first_uses = set(facts.first_use.values())
-    collective: int | None = None  # the last one since the last boundary
-    for call in range(facts.num_calls):
+    collective: Call | None = None  # the last one since the last boundary
+    for call in map(Call, range(facts.num_calls)):
         if call in first_uses and collective is not None:
             bound = legal[bisect.bisect_right(legal, call) - 1]
             if bound <= collective:
@@ -155,7 +187,7 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[int]) -> lis
     return bounds
 
 
-def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[int]) -> None:
+def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[Position]) -> None:
     """Raise NotCutError if a section has a first use behind a collective."""
     first_uses = set(facts.first_use.values())
     for start, stop in itertools.pairwise(bounds):
@@ -166,7 +198,7 @@ def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[int]) -> No
             raise NotCutError(Reason.COLLECTIVES, f"one is needed behind {name}")
 
 
-def _drop_empty_sections(bounds: Collection[int], facts: ForwardFacts) -> list[int]:
+def _drop_empty_sections(bounds: Collection[Position], facts: ForwardFacts) -> list[Position]:
     """Drop boundaries before which a section would pass nothing on, or use no parameter first.
 
     split_module drops a section without outputs. The backward of a section in which no parameter is
@@ -176,8 +208,8 @@ def _drop_empty_sections(bounds: Collection[int], facts: ForwardFacts) -> list[i
     def passes_on(start: int, stop: int) -> bool:
         return any(last >= stop for last in facts.last_effect[start:stop])
 
-    kept: list[int] = []
-    start = 0
+    kept: list[Position] = []
+    start = Position(0)
     for bound in sorted(bounds):
         completes = any(start <= use < bound for use in facts.first_use.values())
         is_needed = completes or any(facts.communicates[start:bound])
@@ -197,29 +229,29 @@ def _drop_empty_sections(bounds: Collection[int], facts: ForwardFacts) -> list[i
 class BackwardSections:
     """The sections of a backward graph, and the order in which its calls run."""
 
-    # The calls by number, without repeats; sections count in this order.
-    order: tuple[int, ...]
+    # The calls as they run, without views and constants.
+    order: tuple[Call, ...]
     sections: tuple[Section, ...]
-    # The arguments of the forward whose gradients section k releases.
-    releases: tuple[tuple[int, ...], ...]
+    # For each section: the arguments of the forward whose gradients it releases.
+    releases: tuple[tuple[Argument, ...], ...]
     # Calls of sections after the first, and the reachable memory of which they read snapshots; see
     # [Note: order, as a hook sees it] in facts.py.
-    late_forward_reads: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    snapshot_reads: Mapping[Call, frozenset[Memory]] = field(default_factory=dict)
 
 
 def choose_backward_sections(
     facts: BackwardFacts,
     buckets: Sequence[Bucket],
-    argument_of: Mapping[int, int],
-    final: Mapping[int, int],
+    argument_of: Mapping[ParameterIndex, Argument],
+    final: Mapping[ParameterIndex, Place],
 ) -> BackwardSections:
     """Two or more sections of a backward graph, see [Note: stages and boundaries].
 
     Args:
         facts: what the graph is like.
         buckets: those at which to cut, in launch order.
-        argument_of: each parameter's position among the forward's arguments, by index.
-        final: what `final_positions` returned for them.
+        argument_of: by which argument of the forward each parameter comes in.
+        final: what `final_places` returned for them.
 
     Raises:
         NotCutError: the graph should stay whole.
@@ -231,18 +263,19 @@ def choose_backward_sections(
     order = _order_calls(facts, stage)
     # The end of each stage in that order.
     num_calls = collections.Counter(stage[call] for call in order)
-    ends = list(itertools.accumulate(num_calls[k] for k in range(len(parts))))
-    ready_places = _ready_places(facts, order, in_parts={*itertools.chain(*released)})
-    inner_bounds = _choose_bounds(facts, order, ends, {*ready_places.values()})
+    stages = map(Stage, range(len(parts)))
+    ends = [Position(end) for end in itertools.accumulate(num_calls[k] for k in stages)]
+    ready_at = _ready_at(facts, order, in_parts={*itertools.chain(*released)})
+    inner_bounds = _choose_bounds(facts, order, ends, {*ready_at.values()})
     if not inner_bounds:
         is_alone = not any(facts.communicates)
         raise NotCutError(Reason.COMPLETE_TOGETHER if is_alone else Reason.COLLECTIVES)
-    bounds = [0, *inner_bounds, len(order)]
+    bounds = [Position(0), *inner_bounds, Position(len(order))]
     # The first section that stops at or after the end of a stage completes its part.
-    section_of: dict[Parameter, int] = {}
-    released_in: dict[int, int] = {}
+    section_of: dict[Parameter, SectionIndex] = {}
+    released_in: dict[Argument, SectionIndex] = {}
     for part, end in zip(parts, ends, strict=True):
-        completed_in = bisect.bisect_left(bounds, end, lo=1) - 1
+        completed_in = SectionIndex(bisect.bisect_left(bounds, end, lo=1) - 1)
         section_of.update(dict.fromkeys(part.parameters, completed_in))
         released_in.update(dict.fromkeys(part.arguments, completed_in))
     _require_order_of_collectives(facts, order, bounds, released_in)
@@ -257,10 +290,10 @@ def choose_backward_sections(
     return BackwardSections(
         order=tuple(order),
         sections=sections,
-        releases=_choose_releases(facts, bounds, released_in, ready_places),
-        late_forward_reads={
-            call: arguments
-            for call, arguments in facts.forward_reads.items()
+        releases=_choose_releases(facts, bounds, released_in, ready_at),
+        snapshot_reads={
+            call: memories
+            for call, memories in facts.snapshot_reads.items()
             if call not in in_first_section
         },
     )
@@ -274,13 +307,13 @@ class _Part:
     """
 
     parameters: Sequence[Parameter]
-    arguments: Sequence[int]
+    arguments: Sequence[Argument]
 
 
 def _choose_parts(
     facts: BackwardFacts,
     bucket_parts: Sequence[Sequence[Parameter]],
-    argument_of: Mapping[int, int],
+    argument_of: Mapping[ParameterIndex, Argument],
 ) -> list[_Part]:
     """What is released together: the part of each bucket, divided by collectives.
 
@@ -297,10 +330,15 @@ def _choose_parts(
             _Part(parameters=part, arguments=[argument_of[p.index] for p in part])
             for part in bucket_parts
         ]
-    bucket_of = {argument_of[p.index]: k for k, part in enumerate(bucket_parts) for p in part}
-    parameter_of = {argument_of[p.index]: p for part in bucket_parts for p in part}
+    # Buckets are numbered among those of which the graph has a part.
+    bucket_of: dict[Argument, BucketIndex] = {}
+    parameter_of: dict[Argument, Parameter] = {}
+    for bucket, part in numbered(BucketIndex, bucket_parts):
+        for parameter in part:
+            bucket_of[argument_of[parameter.index]] = bucket
+            parameter_of[argument_of[parameter.index]] = parameter
     # By how many collectives come before the release, and by bucket (None: in no bucket).
-    groups: dict[int, dict[int | None, list[int]]] = {}
+    groups: dict[int, dict[BucketIndex | None, list[Argument]]] = {}
     for argument, place in facts.release_places.items():
         num_before = bisect.bisect_right(collectives, place)
         by_bucket = groups.setdefault(num_before, {})
@@ -322,9 +360,9 @@ def _choose_parts(
 
 def _require_order_of_collectives(
     facts: BackwardFacts,
-    order: Sequence[int],
-    bounds: Sequence[int],
-    released_in: Mapping[int, int],
+    order: Sequence[Call],
+    bounds: Sequence[Position],
+    released_in: Mapping[Argument, SectionIndex],
 ) -> None:
     """Require as many collectives before each release as in the graph, see [Note: collectives].
 
@@ -339,54 +377,56 @@ def _require_order_of_collectives(
     sections = [released_in[argument] for argument in arguments]
     # For each k: the last section that releases one of the first k of these gradients, and the
     # first that releases one of the others.
-    last_before = list(itertools.accumulate(sections, max, initial=-1))
-    first_behind = list(itertools.accumulate(reversed(sections), min, initial=len(bounds)))[::-1]
-    for place, call in enumerate(order):
+    none_before, none_behind = SectionIndex(-1), SectionIndex(len(bounds))
+    last_before = list(itertools.accumulate(sections, max, initial=none_before))
+    first_behind = list(itertools.accumulate(reversed(sections), min, initial=none_behind))[::-1]
+    for position, call in numbered(Position, order):
         if facts.communicates[call]:
-            section = bisect.bisect_right(bounds, place) - 1
+            section = _section_at(bounds, position)
             num_before = bisect.bisect_left(places, call)
             if not last_before[num_before] < section <= first_behind[num_before]:
                 raise NotCutError(Reason.COLLECTIVES, f"{facts.call_names[call]} would move")
 
 
-def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[int]]) -> list[int]:
+def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]]) -> list[Stage]:
     """The stage of each call: the first bucket that waits for it.
 
     `released` are the arguments whose gradients each bucket has.
     """
-    last = len(released) - 1
+    last = Stage(len(released) - 1)
     stage = [last] * len(facts.reads)
     # For each bucket: the place where the last gradient of the buckets up to it is released.
-    reached_by = []
-    reached = -1
-    for k, arguments in enumerate(released):
+    reached_by: list[Place] = []
+    reached = BEFORE_ALL_CALLS
+    for k, arguments in numbered(Stage, released):
         for argument in arguments:
             reached = max(reached, facts.release_places[argument])
-            for call in (*facts.gradients[argument], *facts.memory_reads.get(argument, ())):
+            readers = facts.memory_reads.get(memory_of_argument(argument), ())
+            for call in (*facts.gradients[argument], *readers):
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
     # Calls that stand before a release must not run after it, see [Note: order, as a hook sees it];
     # nor must gradients that are in no bucket, since somebody may wait for them.
-    stands_at = dict(facts.pinned_places)
+    stands_at = dict(facts.observable_calls)
     in_bucket = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
         if argument not in in_bucket:
             for call in calls:
-                stands_at.setdefault(call, call)
+                stands_at.setdefault(call, Place(call))
     for call, place in stands_at.items():
-        stage[call] = min(stage[call], bisect.bisect_left(reached_by, place))
+        stage[call] = min(stage[call], Stage(bisect.bisect_left(reached_by, place)))
     _stage_needed_calls(facts, stage)
     return stage
 
 
-def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
+def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
     """Move calls to earlier stages, so that none runs later than a call that depends on it."""
     # The stage of the effect after this one, since effects keep their order.
-    following = max(stage, default=0)
-    for call in reversed(range(len(facts.reads))):
-        if call in facts.write_backs:
+    following = max(stage, default=Stage(0))
+    for call in map(Call, reversed(range(len(facts.reads)))):
+        if call in facts.epilogue_copies:
             # Calls that read the old value come first. Other effects do not matter here.
-            for reader in facts.memory_reads[facts.write_backs[call]]:
+            for reader in facts.memory_reads[facts.epilogue_copies[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])
         elif facts.is_ordered[call]:
@@ -398,15 +438,15 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[int]) -> None:
 _FUSED = (Tie.FUSED, Tie.UNROUNDED)
 
 
-def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
+def _pull_fused_gradients(facts: BackwardFacts, stage: list[Stage]) -> None:
     """Move gradients that are by-products of an earlier stage's loops into that stage.
 
     A bias's gradient, for example, sums the values from which the weight's is computed. That is
     free while they are in registers; a later section would have to read them from memory. Calls
     with effects stay where they are, in their order.
     """
-    readers: list[list[int]] = [[] for _ in facts.reads]
-    for call, reads in enumerate(facts.reads):
+    readers: list[list[Call]] = [[] for _ in facts.reads]
+    for call, reads in numbered(Call, facts.reads):
         for source in reads:
             readers[source].append(call)
     for gradient in itertools.chain.from_iterable(facts.gradients.values()):
@@ -427,8 +467,8 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[int]) -> None:
 
 
 def _fused_calls_of(
-    gradient: int, facts: BackwardFacts, readers: Sequence[Sequence[int]]
-) -> set[int]:
+    gradient: Call, facts: BackwardFacts, readers: Sequence[Sequence[Call]]
+) -> set[Call]:
     """The calls that serve only this gradient and are fused with it, itself included."""
     fused_calls = {gradient}
     pending = [gradient]
@@ -440,23 +480,23 @@ def _fused_calls_of(
     return fused_calls
 
 
-def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
+def _order_calls(facts: BackwardFacts, stage: list[Stage]) -> list[Call]:
     """The calls stage by stage, each tuple being taken apart right after its maker.
 
     A call that takes a tuple apart gets the stage of the tuple's maker.
     """
-    elements: dict[int, list[int]] = {}
+    elements: dict[Call, list[Call]] = {}
     roots = []
-    for call, reads in enumerate(facts.reads):
+    for call, reads in numbered(Call, facts.reads):
         if len(reads) == 1:
             ((maker, tie),) = reads.items()
             if tie is Tie.TUPLE:
                 stage[call] = stage[maker]
                 elements.setdefault(maker, []).append(call)
                 continue
-        if not facts.is_repeat[call]:
+        if not facts.is_view_or_constant[call]:
             roots.append(call)
-    order: list[int] = []
+    order: list[Call] = []
     for call in sorted(roots, key=lambda call: (stage[call], call)):
         pending = [call]
         while pending:
@@ -465,38 +505,40 @@ def _order_calls(facts: BackwardFacts, stage: list[int]) -> list[int]:
     return order
 
 
-def _ready_places(
-    facts: BackwardFacts, order: Sequence[int], in_parts: Collection[int]
-) -> dict[int, int]:
-    """For the gradients that are in no part: from which place in `order` on each may be released.
+def _ready_at(
+    facts: BackwardFacts, order: Sequence[Call], in_parts: Collection[Argument]
+) -> dict[Argument, Position]:
+    """For the gradients that are in no part: behind which position each may be released.
 
-    Behind that it exists, its argument is no longer read, and all has run that stands before its
-    release.
+    Behind that position the gradient exists, its argument is no longer read, and all calls have run
+    that stand before its release.
     """
-    place_of = {call: place for place, call in enumerate(order)}
-    # How far in `order` the calls are that stand before each place of the graph.
-    bound_calls = sorted(facts.pinned_places, key=facts.pinned_places.__getitem__)
-    stands_at = [facts.pinned_places[call] for call in bound_calls]
-    reached = list(itertools.accumulate((place_of[c] for c in bound_calls), max, initial=0))
-    places = {}
+    position_of = {call: position for position, call in numbered(Position, order)}
+    # At which position the last of the observable calls runs that stand before each place.
+    observable = sorted(facts.observable_calls, key=facts.observable_calls.__getitem__)
+    places = [facts.observable_calls[call] for call in observable]
+    positions = (position_of[call] for call in observable)
+    reached = list(itertools.accumulate(positions, max, initial=Position(0)))
+    ready_at: dict[Argument, Position] = {}
     for argument, calls in facts.gradients.items():
         if argument not in in_parts:
-            num_before = bisect.bisect_right(stands_at, facts.release_places[argument])
-            needed = (*calls, *facts.memory_reads.get(argument, ()))
-            places[argument] = max(reached[num_before], *(place_of[call] for call in needed), 0)
-    return places
+            num_before = bisect.bisect_right(places, facts.release_places[argument])
+            needed = (*calls, *facts.memory_reads.get(memory_of_argument(argument), ()))
+            positions_needed = [position_of[call] for call in needed]
+            ready_at[argument] = max([reached[num_before], *positions_needed])
+    return ready_at
 
 
 def _choose_bounds(
     facts: BackwardFacts,
-    order: Sequence[int],
-    ends: Sequence[int],
-    ready_places: Collection[int],
-) -> list[int]:
-    """The boundaries in `order`: behind each stage but the last, the cheapest one allowed.
+    order: Sequence[Call],
+    ends: Sequence[Position],
+    ready_at: Collection[Position],
+) -> list[Position]:
+    """The boundaries: behind each stage but the last, the cheapest one allowed.
 
     Bytes may differ among ranks. So for bytes no boundary moves past what a hook may tell: a
-    gradient, a place from which one may be released, a call with effects.
+    gradient, a position at which one is ready for its release, a call with effects.
     """
     costs = _bound_costs(facts, order)
     # Where a graph communicates, the first section may do no more than release a gradient that is
@@ -504,49 +546,49 @@ def _choose_bounds(
     earliest = 0 if any(facts.communicates) else 1
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
     stops = [
-        call in gradients or facts.is_ordered[call] or place in ready_places
-        for place, call in enumerate(order)
+        call in gradients or facts.is_ordered[call] or position in ready_at
+        for position, call in numbered(Position, order)
     ]
-    bounds: set[int] = set()
+    bounds: set[Position] = set()
     for end, following in itertools.pairwise(sorted(set(ends))):
         if end <= max(bounds, default=-1):
             continue  # a tuple in between: the bucket is complete at an earlier stage's boundary
         start = next(p for p in range(max(end, earliest), len(costs)) if costs[p] is not None)
         stop = next((p for p in range(start, following) if stops[p]), start)
         legal = (p for p in range(start, stop + 1) if costs[p] is not None)
-        bounds.add(min(legal, key=lambda p: (costs[p], p)))
+        bounds.add(Position(min(legal, key=lambda p: (costs[p], p))))
     return sorted(bound for bound in bounds if bound < len(order))
 
 
-def _bound_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, int] | None]:
-    """What a boundary before each place of `order` costs, None where it is not possible.
+def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[tuple[int, int] | None]:
+    """What a boundary at each position costs, None where it is not possible.
 
     Values that would be rounded here but not in the whole graph take precedence over bytes. Bytes
     kept alive that a fusion would never have written count twice.
     """
-    place_of = {call: place for place, call in enumerate(order)}
+    position_of = {call: position for position, call in numbered(Position, order)}
     size = len(order) + 2
     rounded, num_bytes, forbidden = ([0] * size for _ in range(3))
 
-    def add(changes: list[int], first: int, last: int, amount: int) -> None:
-        """Add to all boundaries behind place `first` and up to place `last`."""
-        changes[first + 1] += amount
-        changes[last + 1] -= amount
+    def add(changes: list[int], maker: Call, reader: Position, amount: int) -> None:
+        """Add to all boundaries between a call and the position of one that reads its value."""
+        changes[position_of[maker] + 1] += amount
+        changes[reader + 1] -= amount
 
-    last_use: dict[int, int] = {}
-    last_fused: dict[int, int] = {}
-    for place, call in enumerate(order):
+    last_use: dict[Call, Position] = {}
+    last_fused: dict[Call, Position] = {}
+    for position, call in numbered(Position, order):
         for source, tie in facts.reads[call].items():
-            last_use[source] = place
+            last_use[source] = position
             if tie in _FUSED:
-                last_fused[source] = place
+                last_fused[source] = position
             if tie is Tie.UNROUNDED:
-                add(rounded, place_of[source], place, 1)
+                add(rounded, source, position, 1)
             if tie in (Tie.TUPLE, Tie.MADE_IN_ARGUMENT):
-                add(forbidden, place_of[source], place, 1)
+                add(forbidden, source, position, 1)
     for uses in (last_use, last_fused):
-        for source, place in uses.items():
-            add(num_bytes, place_of[source], place, facts.num_bytes[source])
+        for source, position in uses.items():
+            add(num_bytes, source, position, facts.num_bytes[source])
     costs: list[tuple[int, int] | None] = []
     sums = (itertools.accumulate(changes) for changes in (rounded, num_bytes, forbidden))
     for num_rounded, num_kept, num_forbidding in zip(*sums, strict=True):
@@ -556,18 +598,18 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[int]) -> list[tuple[int, 
 
 def _choose_releases(
     facts: BackwardFacts,
-    bounds: Sequence[int],
-    released_in: Mapping[int, int],
-    ready_places: Mapping[int, int],
-) -> tuple[tuple[int, ...], ...]:
+    bounds: Sequence[Position],
+    released_in: Mapping[Argument, SectionIndex],
+    ready_at: Mapping[Argument, Position],
+) -> tuple[tuple[Argument, ...], ...]:
     """The arguments whose gradients each section releases.
 
     Those of buckets are `released_in` the given sections, any other one in the first that can.
     """
-    releases: list[list[int]] = [[] for _ in bounds[1:]]
+    releases: list[list[Argument]] = [[] for _ in bounds[1:]]
     for argument in facts.gradients:
         section = released_in.get(argument)
         if section is None:
-            section = bisect.bisect_right(bounds, ready_places[argument]) - 1
+            section = _section_at(bounds, ready_at[argument])
         releases[section].append(argument)
     return tuple(tuple(sorted(arguments)) for arguments in releases)

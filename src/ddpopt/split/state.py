@@ -14,16 +14,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt._slots import forget_compiled
 from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, frame_of
 from ddpopt.steps.forwards import are_reported
 
-Buckets = Sequence[Sequence[int]]  # parameters of the Reducer by index, in launch order
-# The buckets that a graph was cut for: by index, in any order of their members; None if they were
-# not known yet; or "any", where the graph was cut finely, or is compiled whole.
-CutFor = str | tuple[frozenset[int], ...] | None
+Buckets = Sequence[Sequence[ParameterIndex]]  # in launch order
+# The buckets that a graph was cut for, in any order of their members; None if they were not known
+# yet; or "any", where the graph was cut finely, or is compiled whole.
+CutFor = str | tuple[frozenset[ParameterIndex], ...] | None
 ANY_BUCKETS = "any buckets"
 
 
@@ -128,7 +129,7 @@ class DDPState:
     def last_cuts(self) -> tuple[Cut, ...]:
         """The cuts of the graphs that ran in the last forward with gradients, in that order.
 
-        A graph that ran several times is there once, in its first place.
+        A graph that ran several times is there once, at its first run.
         """
         graphs = dict.fromkeys(self._last_runs)
         return tuple(self._cuts[graph] for graph in graphs if graph in self._cuts)
@@ -158,18 +159,18 @@ class DDPState:
         return self._runs is None or bool(self._runs)
 
     def arrival_around(self, graph: str) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        """The parameters of graphs that run after, and of graphs that run before this one.
+        """The parameters that arrive before, and those that arrive after a graph's own.
 
-        For the graph that is being compiled. Each in the order in which gradients arrive: those of
-        later graphs before this graph's own, those of earlier graphs after.
+        Backward is forward reversed. So before the graph's own arrive the parameters of graphs that
+        run after it, and after its own those of graphs that have run before it.
 
-        What runs before is known: Dynamo compiles a graph when the forward has reached it, so it is
-        what has run in this forward. What will run after is taken to be what did so in the last
-        one. Where that is wrong, as for another branch, buckets are predicted wrongly and cuts are
-        in other places than would be best; DDP's own buckets replace the prediction as soon as it
-        has formed them.
+        The graph is being compiled. Dynamo compiles it when the forward has reached it, so the
+        graphs before it are those that have run in this forward. The graphs after it are taken to
+        be those that ran in the last forward. Where they are others, as in another branch, buckets
+        are predicted wrongly and cuts are not the best; DDP's own buckets replace the prediction as
+        soon as DDP has formed them.
         """
-        later_graphs = self._last_runs
+        graphs_after = self._last_runs
         if self._runs is not None:
             runs = self._runs
         else:
@@ -179,22 +180,22 @@ class DDPState:
             # code, it may be the recomputation of any of them; the first is taken.
             frames = [frame_of(other) for other in self._last_runs]
             frame = frame_of(graph)
-            place = frames.index(frame) if frame in frames else 0
-            runs = [_Run(other, None) for other in self._last_runs[:place]]
-            later_graphs = self._last_runs[place:]
+            num_before = frames.index(frame) if frame in frames else 0
+            runs = [_Run(other, None) for other in self._last_runs[:num_before]]
+            graphs_after = self._last_runs[num_before:]
 
-        earlier: list[Parameter] = []
+        arrives_after: list[Parameter] = []
         for run in reversed(runs):
-            earlier += self._parameters_of(run)
-        later: list[Parameter] = []
-        for other in reversed(later_graphs):
-            later += self._arrival_of(other)
-        return tuple(later), tuple(earlier)
+            arrives_after += self._parameters_of(run)
+        arrives_before: list[Parameter] = []
+        for other in reversed(graphs_after):
+            arrives_before += self._arrival_of(other)
+        return tuple(arrives_before), tuple(arrives_after)
 
     def _arrival_of(self, graph: str) -> tuple[Parameter, ...]:
         """The parameters of a graph in arrival order; none of one that was compiled by `no_grad`.
 
-        None either of one whose code the module has from another one since a reset.
+        None either of a graph whose code the module got from another module since a reset.
         """
         cut = self._cuts.get(graph)
         return () if cut is None else cut.arrival

@@ -39,7 +39,7 @@ class Turn(enum.IntEnum):
     PERMITS = enum.auto()  # first: it may raise, and then the forward does not run
     CHANGES = enum.auto()  # it may change the module's buckets, and others see the new ones
     WATCHES = enum.auto()
-    REMEMBERS = enum.auto()  # last: others ask it what was so before the forward that begins
+    REMEMBERS = enum.auto()  # last: it notes a forward after the others asked about the one before
 
 
 class _Subscription(NamedTuple):
@@ -110,9 +110,9 @@ def subscribe(
     """Tell a subscriber of a module's forwards; it replaces one of its class."""
     subscriptions = list(_subscriptions_of(ddp))
     new = _Subscription(turn, subscriber)
-    for place, other in enumerate(subscriptions):
+    for index, other in enumerate(subscriptions):
         if type(other.subscriber) is type(subscriber):
-            subscriptions[place] = new
+            subscriptions[index] = new
             break
     else:
         subscriptions.append(new)

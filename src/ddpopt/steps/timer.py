@@ -19,6 +19,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._indices import ParameterIndex
 from ddpopt.steps.clock import Clock
 from ddpopt.steps.observing import observing
 
@@ -27,8 +28,8 @@ from ddpopt.steps.observing import observing
 class Step:
     """The times of one step, as a `Clock` has them; 0 is unknown.
 
-    `ready` and `launched` are by parameter index: around DDP's own hook, see [Note: times of a
-    step]. `backwards` are autograd's numbers of those that ran, with a gradient that arrived in
+    `ready` and `launched` are the times around DDP's own hook on each gradient, see [Note: times of
+    a step]. `backwards` are autograd's numbers of those that ran, with a gradient that arrived in
     each.
     """
 
@@ -36,9 +37,9 @@ class Step:
     num_forwards: int = 1
     forward_ended: float = 0.0  # of the last one
     backward_ended: float = 0.0
-    ready: dict[int, float] = field(default_factory=dict)
-    launched: dict[int, float] = field(default_factory=dict)
-    backwards: dict[int, int] = field(default_factory=dict)
+    ready: dict[ParameterIndex, float] = field(default_factory=dict)
+    launched: dict[ParameterIndex, float] = field(default_factory=dict)
+    backwards: dict[int, ParameterIndex] = field(default_factory=dict)
 
 
 class StepTimer:
@@ -54,7 +55,7 @@ class StepTimer:
         ddp: DistributedDataParallel,
         clock: Clock,
         *,
-        on_ready: Callable[[int], None] = lambda _: None,
+        on_ready: Callable[[ParameterIndex], None] = lambda _: None,
         on_launched: Callable[[], None] | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
@@ -70,7 +71,7 @@ class StepTimer:
         self._looks_for_unused = not _torch.follows_arrival_order(ddp)
         # Autograd's nodes live only as long as somebody holds them.
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
-        self._hooks: dict[int, list[Any]] = {}
+        self._hooks: dict[ParameterIndex, list[Any]] = {}
         for index, node in self._nodes.items():
             self._hooks[index] = [
                 node.register_prehook(observing(functools.partial(self._arrive, index)))
@@ -116,7 +117,7 @@ class StepTimer:
         if self.steps and self.steps[-1].backward_ended:
             self._is_over = True
 
-    def watch_only(self, indices: Collection[int]) -> None:
+    def watch_only(self, indices: Collection[ParameterIndex]) -> None:
         """Note no other gradients from here on: hooks on hundreds of them cost time."""
         for index in self._hooks.keys() - indices:
             for hook in self._hooks.pop(index):
@@ -127,7 +128,7 @@ class StepTimer:
         self._nodes.clear()
         self._parameters = ()
 
-    def _arrive(self, index: int, _gradients: object) -> None:
+    def _arrive(self, index: ParameterIndex, _gradients: object) -> None:
         step = self.step
         if step is None:
             self.has_unreduced = True
@@ -145,7 +146,7 @@ class StepTimer:
         step.ready[index] = self._clock.now()
         self._on_ready(index)
 
-    def _launch(self, index: int, _inputs: object, _outputs: object) -> None:
+    def _launch(self, index: ParameterIndex, _inputs: object, _outputs: object) -> None:
         if self._on_launched is not None:
             self._on_launched()
         if self.step is not None:

@@ -1,0 +1,88 @@
+"""Which buckets a graph is cut for, and where they come from.
+
+a first step:        the Reducer will form buckets by its rules      -> PREDICTED
+from its third on:   it has formed them                              -> OWN
+`buckets="auto"`:    better ones are searched for                    -> SEARCHED
+the search is over:  a plan is about to be applied                   -> EXPECTED
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddpopt._indices import ParameterIndex
+from ddpopt.reducer import Bucket, Parameter, in_launch_order, known_buckets, predict_buckets
+from ddpopt.split.arrival import order_arrival
+from ddpopt.split.graph import DynamoGraph
+from ddpopt.split.sections import fine_buckets
+
+
+class Source(enum.Enum):
+    """Where the buckets come from at which a graph is cut."""
+
+    PREDICTED = "the Reducer will form them by its rules"
+    OWN = "the Reducer has them"
+    EXPECTED = "the Reducer will be given them, by a plan that is about to be applied"
+    SEARCHED = "small ones, to serve any: better buckets are being searched for"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBuckets:
+    """The buckets of one graph."""
+
+    source: Source
+    # Those at whose ends the graph is cut, in launch order.
+    to_cut_at: tuple[Bucket, ...]
+    # Those that the cut records: the Reducer has them in this step, or is predicted to form them.
+    recorded: tuple[Bucket, ...]
+    # The graph's own parameters, in the order in which their gradients are released.
+    arrival: tuple[Parameter, ...]
+
+
+def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) -> GraphBuckets:
+    """The buckets for which to cut a graph.
+
+    `lateness` says how late in backward the gradient of each of its parameters is final.
+    """
+    rules, is_shared = graph.ddp_state.rules, graph.empty_cut.is_shared
+    expected, actual = graph.ddp_state.expected_buckets, graph.ddp_state.buckets
+    lateness = dict(lateness)
+    for index in rules.arrives_last:
+        if index in lateness:
+            lateness[index] = math.inf
+    arrival = order_arrival(
+        graph.reduced,
+        lateness,
+        graph.arrives_before,
+        graph.arrives_after,
+        graph.others,
+        graph.of_root,
+    )
+    if expected is not None and not is_shared:
+        arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
+    arrival_here = tuple(parameter for parameter in arrival if parameter.index in lateness)
+
+    source = Source.PREDICTED
+    if is_shared:
+        # Modules that run the same code have other parameters around it.
+        recorded = predict_buckets(arrival_here, rules)
+    elif actual is None:
+        recorded = predict_buckets(arrival, rules)
+    else:
+        source = Source.OWN
+        recorded = known_buckets(arrival, actual, rules)
+        arrival_here = in_launch_order(arrival_here, recorded)
+
+    to_cut_at = recorded
+    if expected is not None and not is_shared:
+        source = Source.EXPECTED
+        to_cut_at = known_buckets(graph.reduced, expected, rules)
+    elif expected is not None or graph.ddp_state.is_searching:
+        # Of shared code nobody knows which module's buckets it has to serve.
+        source = Source.SEARCHED
+        of_any = arrival_here if is_shared else [p for b in recorded for p in b.parameters]
+        to_cut_at = fine_buckets(of_any)
+    return GraphBuckets(source=source, to_cut_at=to_cut_at, recorded=recorded, arrival=arrival_here)

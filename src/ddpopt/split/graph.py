@@ -1,0 +1,155 @@
+"""One graph as Dynamo traced it under a DDP module: what is read of it before anything is cut.
+
+`read_graph` reads what both splits need. What the forward is like is read when a forward is cut
+(`read_forward` in facts.py), so that a private name which only that needs costs no cut of a
+backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpopt import _torch
+from ddpopt._indices import Argument, Call, ParameterIndex, numbered
+from ddpopt.errors import Reason, TorchDriftError
+from ddpopt.options import Options
+from ddpopt.reducer import Parameter
+from ddpopt.split import state
+from ddpopt.split.arrival import Others, frame_module, may_share_code
+from ddpopt.split.cut import Cut
+from ddpopt.split.facts import parameters_of, read_uses
+from ddpopt.split.forward import copy_for_cutting
+from ddpopt.split.nodes import call_nodes, may_communicate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DynamoGraph:
+    """A graph under a DDP module.
+
+    It holds no tensor of the first batch: AOTAutograd may keep it.
+    """
+
+    gm: fx.GraphModule  # Dynamo's own, which Dynamo keeps and goes on to use
+    copy: fx.GraphModule  # of which a cut forward is made
+    name: str
+    options: Options
+    ddp_state: state.DDPState
+
+    num_inputs: int
+    # The arguments that are parameters, and whether each is trained.
+    parameters: Mapping[Argument, bool]
+    # The Reducer's parameters; by which argument each comes in that the graph uses; and the DDP
+    # parameters behind each node of `copy`.
+    reduced: Sequence[Parameter]
+    argument_of: Mapping[ParameterIndex, Argument]
+    indices_of: Mapping[fx.Node, Sequence[ParameterIndex]]
+
+    # Backward is forward reversed: parameters of graphs that run after this one in the module's
+    # forward arrive before its own, those of graphs that run before it arrive after.
+    arrives_before: Sequence[Parameter]
+    arrives_after: Sequence[Parameter]
+    # When the gradients of parameters arrive that no known graph uses, and which of these are the
+    # root module's own.
+    others: Others
+    of_root: Sequence[ParameterIndex]
+
+    # The first differentiable use of each parameter that is used in no graph before this one.
+    first_use: Mapping[ParameterIndex, Call]
+    # Whether the graph, or its backward, may exchange data with other ranks.
+    communicates: bool
+    # The record of the graph so far: without sections, buckets or reason.
+    empty_cut: Cut
+    was_autocast_on: bool
+
+    def may_fall_back_for(self, reason: Reason) -> bool:
+        """Whether the graph may be cut in another way, or not at all, for this reason.
+
+        Where it may communicate, only for a reason that holds on all ranks or on none: a rank that
+        does not cut the graph as others do issues its collectives and DDP's in another order.
+        """
+        return reason.is_alike or not self.communicates
+
+
+def new_cut(gm: fx.GraphModule, options: Options) -> Cut:
+    """The record of a graph of which nothing is known yet: no sections, no buckets, no reason."""
+    calls, num_collectives = call_nodes(gm.graph), 0
+    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
+        num_collectives = sum(map(may_communicate, calls))
+    return Cut(
+        graph=_torch.graph_name(gm),
+        inner=options.inner_name,
+        num_nodes=len(calls),
+        num_collectives=num_collectives,
+    )
+
+
+def read_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ddp: DistributedDataParallel,
+    options: Options,
+) -> DynamoGraph:
+    """Read Dynamo's graph, and what is known of the graphs around it."""
+    _torch.check_dynamo_graph(gm)
+    copied = copy_for_cutting(gm)
+    name, ddp_state = _torch.graph_name(gm), state.get(ddp)
+
+    # The Reducer's parameters, and which of them this graph uses.
+    reduced = _torch.reducer_parameters(ddp)
+    trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
+    indices_of = parameters_of(copied, example_inputs, trained)
+    argument_of: dict[ParameterIndex, Argument] = {}
+    for argument, node in numbered(Argument, copied.graph.find_nodes(op="placeholder")):
+        for index in indices_of.get(node, ()):
+            argument_of[index] = argument
+
+    # Where the graph stands among others under the same module.
+    arrives_before, arrives_after = ddp_state.arrival_around(name)
+    name_of = _torch.names_now(ddp)
+    path_of = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
+    module_path = frame_module(
+        {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
+    )
+    # Whether anything can run before it, or another graph after it, in the module's forward.
+    is_of_root = _torch.is_whole_forward(module_path)
+    others = Others.around(
+        begins=not (ddp_state.has_begun_forward or _torch.follows_graph_break()),
+        ends=is_of_root and not _torch.ends_in_graph_break(gm),
+        may_be_unused=ddp.static_graph,
+    )
+    root = _torch.unwrap_compiled(ddp.module)
+    of_root = {p.index for tensor in root.parameters(recurse=False) if (p := reduced.get(tensor))}
+
+    uses = read_uses(copied, indices_of, {p.index for p in arrives_after})
+    is_shared = may_share_code(ddp.module, module_path)
+    return DynamoGraph(
+        gm=gm,
+        copy=copied,
+        name=name,
+        options=options,
+        ddp_state=ddp_state,
+        num_inputs=len(example_inputs),
+        parameters={
+            argument: value.requires_grad
+            for argument, value in numbered(Argument, example_inputs)
+            if isinstance(value, nn.Parameter)
+        },
+        reduced=tuple(reduced.values()),
+        argument_of=argument_of,
+        indices_of=indices_of,
+        arrives_before=arrives_before,
+        arrives_after=arrives_after,
+        others=others,
+        of_root=sorted(of_root),
+        first_use=uses.first_use,
+        communicates=any(uses.communicates),
+        empty_cut=dataclasses.replace(new_cut(gm, options), is_shared=is_shared),
+        was_autocast_on=_torch.is_autocast_on(),
+    )
