@@ -106,11 +106,13 @@ def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) ->
                 f"{simulation.efficiency:.1%}",
             )
         )
-    header = ("buckets", "number", "iteration ms", "exposed", "bound", "efficiency")
+    header = ("buckets", "number", "iteration ms", "waiting", "at least", "efficiency")
     return [
         f"\n{args.world_size} ranks at {format_bandwidth(args.bandwidth)}, {LATENCY_US:g} us a "
         f"message ({simulations['best'].basis}):\n",
         Table(header=header, rows=rows),
+        "waiting: for communication, from the last gradient on; at least: with whatever buckets; "
+        "efficiency: one rank's iteration alone, divided by this one",
     ]
 
 

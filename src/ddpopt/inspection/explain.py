@@ -67,9 +67,9 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     elif predicted is None and not tuner.is_searching(ddp):
         remedy = _PLAN if search else f"{_PLAN}, or find buckets by buckets='auto'"
         hints.append(f"predicted: nothing; {remedy}")
-    exposed = hint.hint_of(ddp)
-    if search is None and exposed:
-        hints.append(exposed)
+    advice = hint.hint_of(ddp)
+    if search is None and advice and (measured is None or _waits_long(measured)):
+        hints.append(advice)
     if recording is not None:
         hints += recording.notes
 
@@ -103,8 +103,22 @@ def _for_ranks_of(
         return None, f"{error}: explain(model, plan.for_ranks({num_ranks}, network))"
 
 
+def _waits_long(measured: RecordedStep) -> bool:
+    """Whether a recording agrees with the hint, which is from the first steps."""
+    if measured.exposed_s is None:
+        return True
+    return measured.exposed_s >= hint.MUCH_EXPOSED * (measured.forward_s + measured.backward_s)
+
+
 def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
     """What is known without a recording: times that DDP takes, as `metrics` has them."""
+    wait = hint.wait_of(ddp)
+    if wait is not None and source_of(ddp) is None:
+        return (
+            f"measured by DDP, {wait.steps}: backward {format_ms(wait.backward_s)} ms, of it "
+            f"{format_ms(wait.exposed_s)} waiting for communication; for each bucket's times, "
+            f"{_RECORD}"
+        )
     try:
         step = _torch.last_logged_step(ddp)
     except TorchDriftError:

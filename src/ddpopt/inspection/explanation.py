@@ -226,9 +226,11 @@ class Explanation:
         if self.predicted:
             times = self.predicted
             lines += [
-                f"predicted: backward {format_ms(times.backward_s)} ms, iteration "
-                f"{format_ms(times.iteration_s)}, of it {format_ms(times.exposed_s)} waiting for "
-                f"communication; no buckets can make it shorter than {format_ms(times.bound_s)}",
+                f"predicted: backward {format_ms(times.backward_s)} ms, of it "
+                f"{format_ms(times.exposed_s)} waiting for communication; iteration "
+                f"{format_ms(times.iteration_s)}, and whatever the buckets "
+                f"{format_ms(times.bound_s)} or more: the longer of its computation and one "
+                "allreduce of all gradients",
                 f"  ({self.basis})",
             ]
         if self.measured and self.predicted:

@@ -257,9 +257,9 @@ class BucketPlan:
             [
                 f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
                 f"({basis}): backward {format_ms(timeline.backward_s)} ms, "
-                f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
-                f"{format_ms(default.backward_s)}; bound of the iteration "
-                f"{format_ms(timeline.bound_s)}",
+                f"of it computation {format_ms(timeline.computed_s)}; with DDP's default buckets "
+                f"{format_ms(default.backward_s)}; whatever the buckets, an iteration takes "
+                f"{format_ms(timeline.bound_s)} or more",
                 "",
                 *bucket_table(timeline.buckets, "parameters", names),
             ]
