@@ -51,6 +51,13 @@ def quote(value: object) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
+def quote_text(text: str) -> str:
+    """The text of somebody else's error in one line, without its middle if that is long."""
+    line = " ".join(text.split())
+    limit = 4 * _QUOTED_WIDTH
+    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """A size as people read it: `1.50 MiB`, `12.0 KiB`, `80 B`."""
     if num_bytes >= _MIB:

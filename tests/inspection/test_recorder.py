@@ -245,7 +245,7 @@ def test_medians_are_of_steps_like_the_last_one() -> None:
 
 
 def test_what_steps_wait_is_a_median_of_its_own() -> None:
-    """Here the medians of last gradients and last allreduces are 5 apart, and steps wait 1, 9, 2."""
+    """The medians of last gradients and last allreduces are 5 apart here; steps wait 1, 9, 2."""
     steps = []
     for ready_s, finished_s in ((5.0, 6.0), (1.0, 10.0), (9.0, 11.0)):
         bucket = BucketTimes(0, 8, ready_s, ready_s, finished_s)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._text import count, format_ms, write_text
-from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group, torchrun_group
+from ddpopt.cli.inputs import Loaded, blaming, find_factory, one_rank_group, torchrun_group
 from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
 from ddpopt.errors import PlanError
 from ddpopt.inspection.explain import explain
@@ -50,7 +50,7 @@ def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
     if args.world_size:  # before DDP adds its hooks to the parameters
         network = Network(latency_s=LATENCY_US * 1e-6, bytes_per_s=args.bandwidth)
         best = plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
-    with one_rank_group():
+    with one_rank_group(), blaming(f"a step of {args.factory}"):
         explanation = _train(loaded, options, args.bucket_cap_mb, best, screen)
     parts: list[str | Table] = [str(explanation)]
     data = explanation.to_dict()

@@ -245,14 +245,18 @@ def render(cells: Sequence[Cell]) -> str:
 def parse_bandwidth(text: str) -> float:
     """A rate such as `10gbit`, written as for `tc`, in bytes per second.
 
-    Units are bit, kbit, mbit, gbit and tbit. A bare number is refused, and so are tc's units in
-    bytes (`bps`, which means bits elsewhere).
+    Units are bit, kbit, mbit, gbit and tbit, also as in `10Gbps` or `10 Gb/s`: bits, as people who
+    speak of networks mean it (tc itself takes `bps` for bytes). A bare number is refused, and so is
+    `GB/s`, in bytes.
 
     Raises:
         PlanError: the text is no such rate, or the rate is 0.
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]+)", text.strip(), re.IGNORECASE)
-    scale = _BITS_PER_S.get(found[2].lower()) if found else None
+    found = re.fullmatch(
+        r"(\d+\.?\d*|\.\d+)\s*([kmgt]?)(?:(?i:bits?(?:/s|ps)?)|b(?:/s|ps))",
+        re.sub("[KMGT]", lambda unit: unit[0].lower(), text.strip()),
+    )
+    scale = _BITS_PER_S.get(f"{found[2]}bit") if found else None
     if found is None or scale is None or not float(found[1]):
         raise PlanError(
             f"the bandwidth is {quote(text)}; give a number above 0 and one of the units "
