@@ -471,11 +471,9 @@ def test_doctor_names_what_torch_has_moved(
     monkeypatch.setattr(torch, "__version__", "3.1.0")
     assert main(("doctor",)) == 1
     text = capsys.readouterr().out
-    assert re.search(
-        r"torch +problem  3\.1\.0 is newer than what was tested: tested are .*; install torch", text
-    )
-    assert text.endswith("which options to train with: docs/index.md#which-options\n")
-    assert "## Which options?" in (ROOT / "docs" / "index.md").read_text()
+    newer = r"torch +problem  3\.1\.0 is newer than what was tested: tested are .*; install torch"
+    assert re.search(newer, text)
+    assert text.endswith("which options to train with: ddpopt help options\n")
 
 
 def test_doctor_finds_that_nothing_trains_without_a_compiler(
@@ -643,9 +641,9 @@ def test_no_message_names_a_file_that_users_do_not_have() -> None:
         statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
         docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and id(node) not in docstrings:
-                if re.search(r"docs/|\w\.md\b|examples/|tests/", str(node.value)):
-                    found.append(f"{path.name}:{node.lineno}: {node.value}")
+            is_text = isinstance(node, ast.Constant) and id(node) not in docstrings
+            if is_text and re.search(r"docs/|\w\.md\b|examples/|tests/", str(node.value)):
+                found.append(f"{path.name}:{node.lineno}: {node.value}")
     assert found == []
 
 

@@ -1,4 +1,4 @@
-"""`ddpopt help TOPIC`: what messages refer to, for whoever has the package without its documents."""
+"""`ddpopt help TOPIC`: what messages refer to, for who has the package and not its documents."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _describe_variables() -> str:
         "DDPOPT_BUCKETS": "ddp, auto, or the path of a plan that ends in .json",
         "DDPOPT_DUMP_DIR": "a folder for the graphs and the cut of each compile",
         "DDPOPT_VERIFY": "1 compares the first step with an eager one",
-        "DDPOPT_DISAGREEMENT": "error, where warmup finds ranks that differ; warning is the default",
+        "DDPOPT_DISAGREEMENT": "warning, or error where warmup finds ranks that differ",
     }
     lines = [f"  {name:20}  {texts[name]}" for name in config.VARIABLES]
     return "\n".join(
@@ -73,7 +73,7 @@ def _describe_variables() -> str:
             "",
             *lines,
             "",
-            "split and inner are options of torch.compile, and no variables: options={'split': ...}.",
+            "split and inner are options, and no variables: options={'split': ...}.",
             "TORCH_LOGS=ddp shows each graph's cut, TORCH_LOGS=+ddpopt those of all ranks.",
         ]
     )
@@ -98,9 +98,9 @@ def _describe_reasons() -> str:
 def _describe_torch() -> str:
     return (
         f"ddpopt was tried with torch {names.tested_range()}, on Python 3.10 or newer.\n"
-        "It uses some private names of torch; `ddpopt doctor` says if this release has moved one, and\n"
-        "what is lost. `pip install` beside an older torch would replace that: with --no-deps it does\n"
-        "not, and ddpopt needs nothing else."
+        "It uses some private names of torch; `ddpopt doctor` says if this release has moved one,\n"
+        "and what is lost. `pip install` beside an older torch would replace that: with --no-deps\n"
+        "it does not, and ddpopt needs nothing else."
     )
 
 
