@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import html
 import importlib.metadata
 import itertools
 import os
@@ -93,6 +94,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         "  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
         for row in (header, *rows)
     ]
+
+
+def as_html(text: str) -> str:
+    """A text with its columns, for notebooks, which call a value's `_repr_html_`."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 # ---- files --------------------------------------------------------------------------------------

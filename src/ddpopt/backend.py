@@ -24,6 +24,7 @@ from ddpopt._torch import Forward
 from ddpopt.checks import first_step
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
+from ddpopt.inspection.explain import note_uncompiled
 from ddpopt.options import NO_COMPILER, Options, resolve_options
 from ddpopt.planning import early, hint, rebucket, tuner
 from ddpopt.split import compiler, recomputation, state
@@ -265,7 +266,9 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
         return
     what = _find_uncompiled(ddp, is_whole=is_whole)
     if what is not None:
-        _logs.warning("torch.compile compiled nothing of %s: %s", what, _find_cause(ddp.module))
+        cause = _find_cause(ddp.module)
+        _logs.warning("torch.compile compiled nothing of %s: %s", what, cause)
+        note_uncompiled(ddp, f"torch.compile compiled nothing of {what}: {cause}")
 
 
 def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | None:

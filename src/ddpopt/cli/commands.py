@@ -111,8 +111,8 @@ def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) ->
         f"\n{args.world_size} ranks at {format_bandwidth(args.bandwidth)}, {LATENCY_US:g} us a "
         f"message ({simulations['best'].basis}):\n",
         Table(header=header, rows=rows),
-        "waiting: for communication, from the last gradient on; at least: with whatever buckets; "
-        "efficiency: one rank's iteration alone, divided by this one",
+        "\nwaiting: for communication, from the last gradient on; at least: with whatever buckets\n"
+        "efficiency: the iteration of one rank alone, divided by this one",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from collections.abc import Callable
 
 from ddpopt import config
 from ddpopt._text import quote
@@ -104,7 +105,7 @@ def _describe_torch() -> str:
     )
 
 
-TOPICS = {
+TOPICS: dict[str, tuple[str, Callable[[], str]]] = {
     "options": ("which options to train with", lambda: _OPTIONS),
     "waiting": ("what figures mean: waiting, efficiency, the least iteration", lambda: _WAITING),
     "factory": ("how a model and a batch are given", lambda: _FACTORY),

@@ -182,7 +182,7 @@ def _help(command: _Parser) -> None:
 
 def _add_factory(command: _Parser) -> None:
     factory = (
-        "a function without arguments that returns (model, example_inputs), as "
+        "a function without arguments that returns (model, batch), as "
         "package.module:function or path/to/file.py:function"
     )
     command.add_argument("factory", metavar="MODULE:FACTORY", help=factory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._slots import Slot
 from ddpopt._text import count, format_ms
 from ddpopt._values import check_kind
 from ddpopt.errors import PlanError, TorchDriftError
@@ -26,6 +28,14 @@ from ddpopt.split.cut import Cut
 
 _RECORD = "run some steps in `with ddpopt.record(ddp):`"
 _PLAN = "give explain a plan of ddpopt.plan"
+
+# Why nothing of a module was compiled, as a warning said it; "" where there was none.
+_uncompiled: Slot[str] = Slot(str, is_kept_at_reset=True)
+
+
+def note_uncompiled(ddp: DistributedDataParallel, text: str) -> None:
+    """Let `explain` say what a warning said of a module of which nothing was compiled."""
+    _uncompiled.set(ddp, text)
 
 
 def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanation:
@@ -74,7 +84,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         hints += recording.notes
 
     return Explanation(
-        model=type(ddp.module).__name__,
+        model=_name_of(ddp.module),
         cuts=ddp_state.cuts,
         buckets=_relate(buckets, predicted, measured),
         # Without a cost for these ranks it says itself for how many it is.
@@ -87,7 +97,15 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         num_recorded=len(recording.steps) if recording else 0,
         hints=tuple(hints),
         texts=dict(ddp_state.texts),
+        uncompiled=_uncompiled.get(ddp),
     )
+
+
+def _name_of(module: torch.nn.Module) -> str:
+    """The class of a module, not of what `torch.compile` wrapped it in before DDP."""
+    with contextlib.suppress(TorchDriftError):  # only the better name is lost
+        module = _torch.unwrap_compiled(module)
+    return type(module).__name__
 
 
 def _for_ranks_of(
@@ -126,7 +144,8 @@ def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
     if step is None or not step.number:
         return f"measured: nothing yet; {_RECORD}"
     text = f"in step {step.number}, backward {format_ms(step.backward_s + step.exposed_s)} ms"
-    if source_of(ddp) is None:  # of an algorithm's communication DDP knows nothing
+    # Of an algorithm's communication DDP knows nothing, and one rank waits for nobody.
+    if source_of(ddp) is None and ddp.process_group.size() > 1:
         text += f", of it {format_ms(step.exposed_s)} waiting for communication"
     return f"measured by DDP: {text}; for each bucket's times, {_RECORD}"
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpopt._text import count, format_ms
+from ddpopt._text import as_html, count, format_ms
 from ddpopt.planning.timeline import BucketTimes, bucket_table
 
 
@@ -114,9 +114,8 @@ class RecordedStep:
         text = f"backward {format_ms(self.backward_s)} ms"
         if self.exposed_s is not None:
             text += (
-                f", of it {format_ms(self.exposed_s)} waiting for communication (from the last "
-                "gradient to the end of the last allreduce); all allreduces take "
-                f"{format_ms(self.communication_s)}"
+                f", of it {format_ms(self.exposed_s)} waiting for communication (last gradient to "
+                f"last allreduce's end); all allreduces take {format_ms(self.communication_s)}"
             )
         return text
 
@@ -181,6 +180,9 @@ class Recording:
             median_exposed_s=_median(step.exposed_s for step in alike),
             median_communication_s=_median(step.communication_s for step in alike),
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         step = self.median_step()

@@ -30,8 +30,8 @@ _LEAST_MEASURED_GAIN = 0.01
 
 STAY = "buckets stay as they are"
 _PLAN_AHEAD = (
-    "a plan from the graph needs no such steps: ddpopt.plan(model, inputs).save('plan.json'), and "
-    "then options={'buckets': 'plan.json'}"
+    "a plan from the graph needs no such steps: ddpopt.plan(model, batch, network=...).save("
+    "'plan.json'), and then options={'buckets': 'plan.json'}"
 )
 
 
