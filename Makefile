@@ -10,7 +10,7 @@ CORE   := _torch split ranks checks test_data_parallel.py test_backend.py test_o
           test_reducer.py algorithms/test_handle.py system/test_drift.py system/test_training.py
 DRIFT  := .venv-$(subst torch==,,$(TORCH))
 
-.PHONY: demo test test-all nightly operators drift gpu lint docs clean
+.PHONY: demo test test-all nightly operators drift gpu lint errors docs clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -54,6 +54,10 @@ lint: .venv/installed
 	$(BIN)/ruff check src tests examples benchmarks docs/tools docs/figures
 	$(BIN)/ruff format --check src tests examples benchmarks docs/tools docs/figures
 	$(BIN)/mypy
+
+# The tables of docs/errors.md, from the messages in the source; a test compares them.
+errors: .venv/installed
+	$(BIN)/python docs/tools/error_tables.py
 
 # The site, in build/site; a broken link or an anchor that leads nowhere fails it.
 docs: .venv/docs

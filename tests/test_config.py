@@ -80,6 +80,8 @@ def test_what_the_environment_says_wrongly_is_named_by_its_variable() -> None:
     unknown = _print_flag("buckets", DDPOPT_BUCKET="auto")
     assert unknown.stdout.strip() == "ddp"
     assert "variable DDPOPT_BUCKET is not read; ddpopt reads DDPOPT_BUCKETS\n" in unknown.stderr
+    option = _print_flag("buckets", DDPOPT_SPLIT="backward")
+    assert "split is an option, not a variable: options={'split': ...}\n" in option.stderr
 
 
 @pytest.mark.parametrize(("text", "printed"), [("0", "False"), ("1", "True")])

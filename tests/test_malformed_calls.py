@@ -30,7 +30,7 @@ class _Rude:
 
 
 def _plan(**arguments: Any) -> Any:
-    given = {"model": MLP(1), "example_inputs": (X,), "network": COST, "world_size": 2}
+    given = {"model": MLP(1), "batch": (X,), "network": COST, "world_size": 2}
     return ddpopt.plan(**{**given, "backend": None, **arguments})  # type: ignore[arg-type]
 
 
@@ -44,8 +44,8 @@ ANY: Any = None
 CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: _plan(model=None), "model is None"),
     (lambda: _plan(model=nn.Linear), "give what DDP is to wrap"),
-    (lambda: _plan(example_inputs=None), "a NoneType; it must be a tensor"),
-    (lambda: _plan(example_inputs=5), "a int; it must be"),
+    (lambda: _plan(batch=None), "a NoneType; it must be a tensor"),
+    (lambda: _plan(batch=5), "a int; it must be"),
     (lambda: _plan(network=None), "network is None"),
     (lambda: _plan(network="10gbit"), "'10gbit'"),
     (lambda: _plan(network=_Rude()), "a _Rude; give"),
@@ -55,7 +55,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: _plan(world_size=HUGE), "bits"),
     (lambda: _plan(backend=5), "give the name of a backend"),
     (lambda: _plan(device="cuda"), "planning.Device"),
-    (lambda: _plan(loss=5), "the loss function is 5"),
+    (lambda: _plan(loss_fn=5), "loss_fn is 5"),
     (lambda: _plan(model=nn.ReLU()), "nothing to reduce"),
     (lambda: planning.estimate(ANY, (X,)), "model is None"),
     (lambda: planning.estimate(MLP(1), (X,), device=torch.device("cpu")), "planning.Device"),  # type: ignore[arg-type]
@@ -85,7 +85,10 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: ddpopt.warmup(ANY, X), "this is a NoneType"),
     (lambda: ddpopt.warmup(MLP(1), X), "this is a MLP"),
     (lambda: ddpopt.warmup(_ddp(), None), "the batch is None"),
-    (lambda: ddpopt.warmup(_ddp(), X, 3), "the loss function is 3"),  # type: ignore[arg-type]
+    (lambda: ddpopt.warmup(_ddp(), X, 3), "loss_fn is 3"),  # type: ignore[arg-type]
+    (lambda: ddpopt.warmup(_ddp(), X, X), "give them as one batch"),  # type: ignore[arg-type]
+    (lambda: ddpopt.verify(_ddp(), X, X), "give them as one batch"),  # type: ignore[arg-type]
+    (lambda: _plan(loss_fn=X), "give them as one batch"),
     (lambda: ddpopt.warmup(_ddp(), X, silence_s=float("nan")), "silence_s is nan"),
     (lambda: ddpopt.verify(MLP(1), X), "this is a MLP"),
     (lambda: ddpopt.verify(_ddp(), X, tolerances=0.1), "tolerances is 0.1"),  # type: ignore[arg-type]

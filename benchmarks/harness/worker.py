@@ -383,7 +383,7 @@ class _EmulatedTraining:
             state.get(worker._ddp).begin_search(is_provisional=False)
             with worker._autocast():
                 loss = worker._model.loss
-                self._estimated = estimate(worker._ddp.module, worker._batch, loss=loss)
+                self._estimated = estimate(worker._ddp.module, worker._batch, loss_fn=loss)
 
     def use_rate(self, gbit: float | None) -> None:
         self.network.rate = None if gbit is None else Rate(gbit=gbit, num_ranks=self._num_ranks)

@@ -2,7 +2,8 @@
 
 The sentences are those that users see: the values of the enumerations, and the strings in calls
 that make an exception or log a warning, found in the source. What a string has after its first
-semicolon is the remedy.
+semicolon is the remedy. `python docs/tools/error_tables.py` writes them into docs/errors.md, where
+tests/system/test_docs.py compares them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import NamedTuple
 from ddpopt import _values, errors
 
 SOURCE = Path(errors.__file__).parent
+PAGE = Path(__file__).parents[1] / "errors.md"
+_PART = re.compile(r"(<!-- from the source: (\w+) -->\n)(?:.*?\n)??(<!-- end -->)", re.DOTALL)
 _BUILTIN = ("RuntimeError", "TypeError", "ValueError")
 _EXPECTED = "None needed where this is as you meant it: such a graph is rightly compiled whole."
 _IN_MESSAGE = "Its message says what was expected and what to do."
@@ -146,6 +149,18 @@ def render_warnings() -> str:
     return _table(("from", "cause", "remedy"), [(m.module, m.cause, m.remedy) for m in warnings()])
 
 
+def render_page(page: str) -> str:
+    """Return the text of docs/errors.md with its tables as the source has them now."""
+    tables = {
+        "exceptions": render_exceptions,
+        "fallbacks": render_fallbacks,
+        "backward_fallbacks": render_backward_fallbacks,
+        "messages": render_messages,
+        "warnings": render_warnings,
+    }
+    return _PART.sub(lambda part: f"{part[1]}{tables[part[2]]()}\n{part[3]}", page)
+
+
 def _modules() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(SOURCE.rglob("*.py")):
         yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
@@ -221,3 +236,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines.append("<tbody>")
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return "\n".join([*lines, "</tbody>", "</table>"])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page(PAGE.read_text()))

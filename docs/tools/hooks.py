@@ -3,17 +3,17 @@
 It takes files from elsewhere in the repository into the site, under the paths that they have there,
 and corrects the links between those and the pages. A line that is a link to code, which a reader of
 the repository can follow, becomes that code: a part of a program of examples/recipes, the reference
-of a name, or a table (`<!-- generated: NAME -->`).
+of a name, or the commands' help (`<!-- generated: commands -->`).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import command_line
-import error_tables
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -22,22 +22,31 @@ BORROWED = (
     "CONTRIBUTING.md",
     "benchmarks/*.md",
     "benchmarks/images/*",
+    "docs/figures/*.py",
     "examples/*.py",
     "examples/recipes/*.py",
 )
-GENERATED = {
-    "commands": command_line.render,
-    "exceptions": error_tables.render_exceptions,
-    "fallbacks": error_tables.render_fallbacks,
-    "backward_fallbacks": error_tables.render_backward_fallbacks,
-    "messages": error_tables.render_messages,
-    "warnings": error_tables.render_warnings,
-}
+GENERATED = {"commands": command_line.render}
 
 _MARKER = re.compile(r"^\[.*\]\(.*\) <!-- generated: (\w+) -->$", re.MULTILINE)
 _RECIPE = re.compile(r"^\[(examples/recipes/\w+\.py)\]\(.*\)$", re.MULTILINE)
 _NAME = re.compile(r"^- \[(ddpopt\.[\w.]+)\]\(.*\)$", re.MULTILINE)
 _INDENTED_COMMAND = re.compile(r"^    python (?:.*\n)(?:    .*\n)*", re.MULTILINE)
+
+
+class _Stricter(logging.Filter):
+    """Makes a link to a file that is not in the site a warning, so that `--strict` fails.
+
+    mkdocs warns of files that do not exist, and only tells of those that `exclude_docs` names.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "excluded from the built site" in record.getMessage():
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+
+logging.getLogger("mkdocs.structure.pages").addFilter(_Stricter())
 
 
 def on_files(files: Files, *, config: Any) -> Files:

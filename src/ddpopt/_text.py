@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import html
 import importlib.metadata
 import itertools
 import os
@@ -51,6 +52,13 @@ def quote(value: object) -> str:
     return f"{text[:half]}...{text[-half:]}"
 
 
+def quote_text(text: str) -> str:
+    """The text of somebody else's error in one line, without its middle if that is long."""
+    line = " ".join(text.split())
+    limit = 4 * _QUOTED_WIDTH
+    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """A size as people read it: `1.50 MiB`, `12.0 KiB`, `80 B`."""
     if num_bytes >= _MIB:
@@ -86,6 +94,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         "  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
         for row in (header, *rows)
     ]
+
+
+def as_html(text: str) -> str:
+    """A text with its columns, for notebooks, which call a value's `_repr_html_`."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 # ---- files --------------------------------------------------------------------------------------

@@ -78,13 +78,25 @@ models: a `"warning"` or an `"error"` (`DisagreementError`), on every rank. Envi
 VARIABLES = tuple(f"DDPOPT_{flag.upper()}" for flag in _declared)
 """The environment variables that are read here."""
 
+# Options of `torch.compile` that have no flag here.
+_OPTIONS_ALONE = ("split", "inner")
+
+
+def describe_unread(variable: str) -> str:
+    """Why a variable `DDPOPT_...` is not read; what follows the semicolon is what to do."""
+    option = variable.removeprefix("DDPOPT_").lower()
+    if option in _OPTIONS_ALONE:
+        return (
+            f"the environment variable {variable} is not read; {option} is an option, not a "
+            f"variable: options={{{option!r}: ...}}"
+        )
+    read = difflib.get_close_matches(variable, VARIABLES, n=1) or VARIABLES
+    return f"the environment variable {variable} is not read; ddpopt reads {', '.join(read)}"
+
+
 for _variable in sorted(os.environ):
     if _variable.startswith("DDPOPT_") and _variable not in VARIABLES:
-        _known = difflib.get_close_matches(_variable, VARIABLES, n=1) or VARIABLES
-        warnings.warn(
-            f"the environment variable {_variable} is not read; ddpopt reads {', '.join(_known)}",
-            stacklevel=2,
-        )
+        warnings.warn(describe_unread(_variable), stacklevel=2)
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def _record(model: nn.Module, x: torch.Tensor, loss: Any) -> None:
 
 
 def _plan(backend: str | None, model: nn.Module, x: torch.Tensor, loss: Any) -> None:
-    ddpopt.plan(model, x, network=NETWORK, world_size=2, backend=backend, loss=loss)
+    ddpopt.plan(model, x, network=NETWORK, world_size=2, backend=backend, loss_fn=loss)
 
 
 CALLS: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
@@ -118,7 +118,7 @@ CALLS: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
     "verify": ddpopt.verify,
     "plan, eager": functools.partial(_plan, None),
     "plan, compiled": functools.partial(_plan, "aot_eager"),
-    "estimate": lambda model, x, loss: estimate(model, x, device=DEVICE, loss=loss),
+    "estimate": lambda model, x, loss: estimate(model, x, device=DEVICE, loss_fn=loss),
     "record": _record,
     "calibrate": lambda model, x, loss: ddpopt.calibrate(),
     "explain": lambda model, x, loss: str(ddpopt.explain(model)),

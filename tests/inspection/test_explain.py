@@ -19,6 +19,7 @@ from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
 from tests.support.cuts import only_cut
+from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, Broken
 from tests.support.plans import SIZES_OF_MLP, plan_of
 
@@ -57,6 +58,31 @@ def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> N
     assert [bucket.is_as_planned for bucket in explanation.buckets] == [True] * 3
     assert [b.completed_by[-9:] for b in explanation.buckets] == [f"section {s}" for s in (0, 1, 2)]
     assert str(explanation).count("as planned") == 3
+
+
+def test_a_model_that_was_compiled_before_ddp_has_its_own_name_and_names(one_rank: None) -> None:
+    """Not those of the wrapper that torch.compile returns."""
+    ddp = DistributedDataParallel(_compile(MLP()), bucket_cap_mb=CAP_MB)
+    ddp(torch.randn(2, 64)).sum().backward()
+    text = str(ddpopt.explain(ddp))
+    assert text.startswith("MLP: ")
+    assert "_orig_mod" not in text
+
+
+def test_where_nothing_is_compiled_explain_says_what_the_warning_said(one_rank: None) -> None:
+    """Dynamo skips a container of torch's right under DDP."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)))
+    with logged("warning") as warnings:
+        _compile(ddp)(torch.randn(2, 4)).sum().backward()
+    (warning,) = warnings
+    assert str(ddpopt.explain(ddp)) == warning
+
+
+def test_a_notebook_shows_an_explanation_as_its_text(one_rank: None) -> None:
+    """Recordings and plans have the same; what looks like markup is text."""
+    explanation = ddpopt.explain(DistributedDataParallel(MLP()))
+    shown = dataclasses.replace(explanation, uncompiled="<b>")._repr_html_()
+    assert shown == "<pre>&lt;b&gt;</pre>"
 
 
 def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
@@ -141,7 +167,7 @@ def test_after_an_evaluation_explain_still_says_what_completes_buckets(one_rank:
     assert after.buckets == before.buckets != ()
     assert all("section" in bucket.completed_by for bucket in after.buckets)
     assert ddpopt.metrics(ddp)["ddpopt.recompiles"] == 0
-    assert re.search(r"measured by DDP: in step 3, backward [\d.]+ ms, of it", str(after))
+    assert re.search(r"measured by DDP: in step 3, backward [\d.]+ ms; for", str(after))
 
 
 # ---- as JSON and as files ----------------------------------------------------------------------

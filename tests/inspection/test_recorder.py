@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,7 +28,7 @@ import ddpopt
 from ddpopt import _torch
 from ddpopt.inspection import recorder
 from ddpopt.inspection.page import render_page
-from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
+from ddpopt.inspection.recording import MedianStep, RecordedSection, RecordedStep, Recording
 from ddpopt.planning.timeline import BucketTimes
 from ddpopt.steps import clock, sections
 from ddpopt.steps.forwards import find_subscriber
@@ -231,14 +232,29 @@ def test_medians_are_of_steps_like_the_last_one() -> None:
     steps = (_step(0, 1, num_bytes=4), _step(10, 17), _step(20, None), _step(30, 39))
     recording = Recording(rank=0, steps=steps)
     assert "medians of 3 of 4 steps (1 ran other sections or buckets): " in str(recording)
-    assert recording.median_step() == RecordedStep(
+    assert recording.median_step() == MedianStep(
         forward_start_s=-1,
         forward_stop_s=0,
         backward_stop_s=8,
         sections=(RecordedSection("0/0", 0, "backward", 1, 2),),
         buckets=(BucketTimes(0, 8, 2, 3, 7),),
+        median_exposed_s=5,
+        median_communication_s=4,
     )
     assert Recording(rank=0).median_step() is None
+
+
+def test_what_steps_wait_is_a_median_of_its_own() -> None:
+    """The medians of last gradients and last allreduces are 5 apart here; steps wait 1, 9, 2."""
+    steps = []
+    for ready_s, finished_s in ((5.0, 6.0), (1.0, 10.0), (9.0, 11.0)):
+        bucket = BucketTimes(0, 8, ready_s, ready_s, finished_s)
+        step = dataclasses.replace(_step(1, 9), buckets=(bucket,), forward_stop_s=0.0)
+        steps.append(step)
+    median = Recording(rank=0, steps=tuple(steps)).median_step()
+    assert median is not None
+    assert (median.buckets[0].ready_s, median.buckets[0].finished_s) == (5, 10)
+    assert median.exposed_s == 2
 
 
 def _record_between(rank: int) -> tuple[int, int]:

@@ -174,7 +174,7 @@ def test_an_unused_parameter_is_ready_at_the_end_and_a_frozen_one_never() -> Non
     model = MLP(depth=3)
     model.unused = nn.Parameter(torch.ones(3))
     model.layers[1].bias.requires_grad_(False)
-    profile = estimate(model, torch.randn(2, 64), device=DEVICE, loss=torch.sum)
+    profile = estimate(model, torch.randn(2, 64), device=DEVICE, loss_fn=torch.sum)
     assert _names(profile)[-1] == "unused"
     assert profile.gradients[-1].ready_s == profile.backward_s
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -223,7 +223,7 @@ def test_a_loss_function_is_called_with_the_models_output() -> None:
     """The model returns the outputs of two layers; the loss is computed from the first."""
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model.forward = lambda x: {name: layer(x) for name, layer in model.items()}
-    profile = estimate(model, torch.ones(2, 4), device=DEVICE, loss=lambda out: out["a"].sum())
+    profile = estimate(model, torch.ones(2, 4), device=DEVICE, loss_fn=lambda out: out["a"].sum())
     at_end = [g.name for g in profile.gradients if g.ready_s == profile.backward_s]
     assert at_end[-2:] == ["b.weight", "b.bias"]
 
@@ -231,7 +231,7 @@ def test_a_loss_function_is_called_with_the_models_output() -> None:
 def test_the_loss_ends_forward() -> None:
     """A loss that multiplies matrices adds its FLOPs to forward."""
     model, x = nn.Linear(16, 16, bias=False), torch.ones(8, 16)
-    profile = estimate(model, x, device=FLOPS, loss=lambda out: (out @ out.t().detach()).sum())
+    profile = estimate(model, x, device=FLOPS, loss_fn=lambda out: (out @ out.t().detach()).sum())
     assert profile.forward_s == pytest.approx(2 * 8 * 16 * 16 + 2 * 8 * 16 * 8)
 
 
@@ -291,7 +291,7 @@ class Constant(MLP):
         (DataDependent(), torch.ones(2, 64), "DataDependent cannot be traced .*torch.where"),
         (DataDependent().to("meta"), torch.ones(2, 64), "DataDependent cannot be traced"),
         (MLP(), torch.ones(2, 63), "MLP cannot be traced .* inputs must fit"),
-        (MLP(), 3, "example_inputs is a int"),
+        (MLP(), 3, "batch is a int"),
         (nn.Embedding(4, 4, sparse=True), torch.tensor([1]), "gradient of weight is sparse"),
     ],
 )
@@ -322,7 +322,7 @@ def test_tensors_in_attributes_are_constants() -> None:
 def test_a_loss_must_be_a_scalar_with_a_gradient(loss: Callable[..., Any], message: str) -> None:
     """Backward runs from it."""
     with pytest.raises(PlanError, match=message):
-        estimate(MLP(), torch.ones(2, 64), device=DEVICE, loss=loss)
+        estimate(MLP(), torch.ones(2, 64), device=DEVICE, loss_fn=loss)
 
 
 def test_an_output_without_a_floating_tensor_needs_a_loss() -> None:

@@ -481,12 +481,12 @@ def test_without_a_device_times_are_scaled_to_measured_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"example_inputs": 3}, "example_inputs is a int"),
-        ({"example_inputs": torch.ones(2, 3)}, "cannot be traced"),
+        ({"batch": 3}, "batch is a int"),
+        ({"batch": torch.ones(2, 3)}, "cannot be traced"),
         ({"network": Network(latency_s=0, bytes_per_s=1), "world_size": 0}, "world_size is 0"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
-    arguments = {"example_inputs": torch.ones(2, 64), "network": SLOW, "world_size": 2, **changes}
+    arguments = {"batch": torch.ones(2, 64), "network": SLOW, "world_size": 2, **changes}
     with pytest.raises(ddpopt.errors.PlanError, match=message):
         ddpopt.plan(MLP(), device=DEVICE, **arguments)

@@ -107,7 +107,7 @@ def test_the_basis_says_what_is_extrapolated() -> None:
         for num_ranks, links in ((2, None), (8, None), (8, network), (8, FREE))
     ]
     assert [basis.partition("allreduce: ")[2] for basis in bases] == [
-        "the plan's",
+        "as in the plan",
         "ring, extrapolated from 2 ranks to 8",
         "tree, computed from given links",
         "as given",

@@ -59,6 +59,8 @@ def plan_path(plan: BucketPlan, tmp_path: Path) -> str:
         ("2.5Gbit", 312.5e6),
         (" 1 gbit ", 125e6),
         (".5mbit", 62500.0),
+        ("10Gbps", 1.25e9),
+        ("10 Gb/s", 1.25e9),
     ],
 )
 def test_bandwidths_are_read_as_bits_in_powers_of_1000(text: str, bytes_per_s: float) -> None:
@@ -67,10 +69,11 @@ def test_bandwidths_are_read_as_bits_in_powers_of_1000(text: str, bytes_per_s: f
 
 
 @pytest.mark.parametrize(
-    "text", ["", "10", "gbit", "0gbit", "-1gbit", "1gbps", "1GiB", "1gibit", "1e9bit", "1 g bit"]
+    "text",
+    ["", "10", "gbit", "0gbit", "-1gbit", "1GB/s", "1GBps", "1GiB", "1gibit", "1e9bit", "1 g bit"],
 )
 def test_texts_that_are_no_bandwidth_are_refused(text: str) -> None:
-    """The message has the text and the units; gbps are bytes for tc and bits for others."""
+    """The message has the text and the units; GB/s is in bytes."""
     with pytest.raises(PlanError, match=re.escape(repr(text)) + ".*gbit"):
         parse_bandwidth(text)
 
@@ -231,7 +234,7 @@ def test_commands_keep_the_plans_interference(
         ((), "required"),
         (("sweep", "{plan}", "--world-sizes", "2,x"), "'x' is no whole number"),
         (("sweep", "{plan}", "--world-sizes", "0"), "'0' is no whole number"),
-        (("sweep", "{plan}", "--bandwidths", "10gbps"), "'10gbps'"),
+        (("sweep", "{plan}", "--bandwidths", "10GB/s"), "'10GB/s'"),
         (("sweep", "{plan}", "--latency-us", "-1"), "latency_s is -1e-06"),
         (("sweep", "{plan}", "--ranks-per-node", "0"), "'0' is no whole number"),
         (("sweep", "{plan}", "--stragglers", "-1"), "mean_delay is -1.0"),

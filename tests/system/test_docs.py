@@ -57,6 +57,7 @@ sys.path.insert(0, str(DOCS / "tools"))
 import command_line
 import error_tables
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 # What a page says that its commands write.
 WRITTEN = {
     "docs/getting-started.md": ("explanation.html",),
@@ -347,6 +348,13 @@ def test_every_exception_and_reason_has_a_cause_and_a_remedy() -> None:
         assert not row.remedy.startswith("None needed"), f"{row.name} says not what to do"
 
 
+def test_the_page_of_errors_has_what_the_source_has() -> None:
+    """Else: `make errors`."""
+    page = error_tables.PAGE.read_text()
+    assert "ONE_BUCKET" in page
+    assert page == error_tables.render_page(page)
+
+
 def test_every_exception_is_shown_with_its_messages() -> None:
     """The base class is never raised itself."""
     shown = {message.kind for message in error_tables.messages()}
@@ -466,3 +474,14 @@ def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
         text = path.read_text()
         assert not loads.search(text), path
         assert not styles.search(text), path
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is here")
+def test_the_search_works_where_the_site_is_opened_as_files(site: Path, tmp_path: Path) -> None:
+    """README says to open it so; browsers start no worker there."""
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
+    address = f"{(site / 'index.html').as_uri()}?q=ByteGrad"
+    command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert re.search(r'search-result__meta">\d+ matching documents', done.stdout)

@@ -21,7 +21,15 @@ from ddpopt import _copies, _torch
 from ddpopt._values import POSITIVE, check_number
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning import tuner
-from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, tensors_of
+from ddpopt.planning.batch import (
+    Batch,
+    LossFn,
+    as_batch,
+    call_model,
+    check_loss_fn,
+    find_loss,
+    tensors_of,
+)
 from ddpopt.planning.randomness import same_randomness, states_on_devices
 from ddpopt.ranks.meetings import monitored_block
 from ddpopt.ranks.store import why_no_meeting
@@ -68,6 +76,7 @@ class Rehearsal:
             raise OptionError(
                 "the batch is None; give a tensor, a tuple or a mapping, or () for none"
             )
+        check_loss_fn(loss_fn, OptionError)
         self.batch, self.loss_fn = as_batch(batch), loss_fn
         check_number("silence_s", silence_s, POSITIVE, OptionError)
         if why := why_no_meeting(self.ddp.process_group):

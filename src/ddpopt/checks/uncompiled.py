@@ -59,6 +59,13 @@ class _FirstForward(Subscriber):
 
 # Whether a module was warned of, or had all compiled that was to be.
 _are_warned_of: Slot[bool] = Slot(bool, Lifetime.MODULE)
+# What the warning said, "" where there was none.
+_warnings: Slot[str] = Slot(str, Lifetime.MODULE)
+
+
+def warning_of(ddp: DistributedDataParallel) -> str:
+    """What a warning said that Dynamo compiled nothing of, and why; "" where there was none."""
+    return _warnings.get(ddp)
 
 
 def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -> None:
@@ -76,7 +83,9 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
         return
     what = _find_uncompiled(ddp, is_whole=is_whole)
     if what is not None:
-        _logs.warning("torch.compile compiled nothing of %s: %s", what, _find_cause(ddp.module))
+        warning = f"torch.compile compiled nothing of {what}: {_find_cause(ddp.module)}"
+        _logs.warning("%s", warning)
+        _warnings.set(ddp, warning)
 
 
 def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | None:

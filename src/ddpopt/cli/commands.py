@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._text import count, format_ms, write_text
-from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group, torchrun_group
+from ddpopt.cli.inputs import Loaded, blaming, find_factory, one_rank_group, torchrun_group
 from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
 from ddpopt.errors import PlanError
 from ddpopt.inspection.explain import explain
@@ -50,7 +50,7 @@ def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
     if args.world_size:  # before DDP adds its hooks to the parameters
         network = Network(latency_s=LATENCY_US * 1e-6, bytes_per_s=args.bandwidth)
         best = plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
-    with one_rank_group():
+    with one_rank_group(), blaming(f"a step of {args.factory}"):
         explanation = _train(loaded, options, args.bucket_cap_mb, best, screen)
     parts: list[str | Table] = [str(explanation)]
     data = explanation.to_dict()
@@ -106,11 +106,13 @@ def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) ->
                 f"{simulation.efficiency:.1%}",
             )
         )
-    header = ("buckets", "number", "iteration ms", "exposed", "bound", "efficiency")
+    header = ("buckets", "number", "iteration ms", "waiting", "at least", "efficiency")
     return [
         f"\n{args.world_size} ranks at {format_bandwidth(args.bandwidth)}, {LATENCY_US:g} us a "
         f"message ({simulations['best'].basis}):\n",
         Table(header=header, rows=rows),
+        "\nwaiting: for communication, from the last gradient on; at least: with whatever buckets\n"
+        "efficiency: the iteration of one rank alone, divided by this one",
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib.metadata
 import itertools
 import os
@@ -35,7 +34,7 @@ from ddpopt.split.cut import Cut
 
 _INSTALL_TORCH = f"install torch {names.tested_range()}, or upgrade ddpopt"
 _INSTALL = "install ddpopt by pip; to put its folder on PYTHONPATH is not enough"
-_OPTIONS_PAGE = "docs/index.md#which-options"
+_WHICH_OPTIONS = "which options to train with: ddpopt help options"
 _REPORT = "see the problems above, or report it with this output"
 _UNREACHED = (
     "look at rank 0's output, and at MASTER_ADDR and MASTER_PORT, where a firewall may be between"
@@ -150,7 +149,7 @@ def _report_one(findings: Findings) -> Report:
             rows=[(check.name, _state_of(check), _text_of(check)) for check in checks],
         ),
         f"\ntraining can {verdict}",
-        f"which options to train with: {_OPTIONS_PAGE}",
+        _WHICH_OPTIONS,
     ]
     data = {
         "format": "ddpopt doctor 1",
@@ -217,7 +216,7 @@ def report_all(by_rank: Mapping[int, Findings], num_ranks: int) -> Report:
         verdict = f"not be split on {len(unable)} of {num_ranks} ranks"
         if failed:
             verdict += f"; see {', '.join(failed)} above"
-    parts += [f"\ntraining can {verdict}", f"which options to train with: {_OPTIONS_PAGE}"]
+    parts += [f"\ntraining can {verdict}", _WHICH_OPTIONS]
     missing_names: dict[str, str] = {}
     for findings in by_rank.values():
         missing_names |= findings.missing_names
@@ -271,12 +270,13 @@ def _installed() -> Iterator[Check]:
     yield Check("python", platform.python_version())
     release = names.installed_release()
     version = str(torch.__version__)
+    tested = f"tested are {names.tested_range()}"
     if release < names.FIRST:
-        yield Check("torch", f"{version} is too old", _INSTALL_TORCH)
+        yield Check("torch", f"{version} is too old: {tested}", _INSTALL_TORCH)
     elif release > names.LAST:
-        yield Check("torch", f"{version} is newer than what was tested", _INSTALL_TORCH)
+        yield Check("torch", f"{version} is newer than what was tested: {tested}", _INSTALL_TORCH)
     else:
-        yield Check("torch", version)
+        yield Check("torch", f"{version}; {tested}")
     installed = importlib.metadata.distributions(name="ddpopt")
     versions = ", ".join(distribution.version for distribution in installed)
     yield _look("ddpopt", versions, "is imported, but not installed", _INSTALL)
@@ -316,8 +316,8 @@ def _environment() -> Iterator[Check]:
         elif name == "DDPOPT_ENABLED" and not config.enabled:
             yield Check(name, f"{value} switches splitting off", "unset it")
         elif name.startswith("DDPOPT_") and name not in config.VARIABLES:
-            similar = difflib.get_close_matches(name, config.VARIABLES, n=1) or config.VARIABLES
-            yield Check(name, "is not read by ddpopt", f"it reads {', '.join(similar)}")
+            detail, _, remedy = config.describe_unread(name).partition("; ")
+            yield Check(name, detail, remedy)
         elif name.startswith("DDPOPT_") or name in _SHOWN:
             yield Check(name, value)
 

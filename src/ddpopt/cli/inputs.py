@@ -25,11 +25,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt._text import quote
+from ddpopt import errors
+from ddpopt._text import quote, quote_text
 from ddpopt.cli.output import InputError
+from ddpopt.errors import DDPOptError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MOST_DIGITS = 9
+_NOT_OF_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, errors.__file__))
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
 
@@ -54,7 +57,7 @@ def find_factory(text: str) -> Callable[[], Loaded]:
             "path/to/file.py:factory"
         )
     value: Any
-    with _blaming(f"importing {module}"):
+    with blaming(f"importing {module}"):
         value = _import_file(Path(module)) if module.endswith(".py") else _import_module(module)
     for attribute in name.split("."):
         if not hasattr(value, attribute):
@@ -93,7 +96,7 @@ def _import_file(path: Path) -> types.ModuleType:
 
 
 def _make(text: str, factory: Callable[[], Any]) -> Loaded:
-    with _blaming(text):
+    with blaming(text):
         made = factory()
     is_pair = isinstance(made, tuple | list) and len(made) == 2
     if not is_pair or not isinstance(made[0], nn.Module):
@@ -115,17 +118,21 @@ def _make(text: str, factory: Callable[[], Any]) -> Loaded:
 
 
 @contextlib.contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def blaming(what: str) -> Iterator[None]:
     """Raise what the user's code raises in this block as InputError, with the place in one line."""
     try:
         yield
-    except InputError:
+    except DDPOptError:
         raise
     except Exception as error:
-        # Whatever the user's module or factory raises.
+        # Whatever the user's module, factory or model raises. The place is the last line that is
+        # neither torch's nor ours, which only called it.
         frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise InputError(f"{what} raised {type(error).__name__}: {error}{place}") from error
+        own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
+        frame = (own or frames)[-1]
+        text = quote_text(str(error))
+        place = f"{frame.filename}:{frame.lineno}"
+        raise InputError(f"{what} raised {type(error).__name__}: {text} ({place})") from error
 
 
 # ---- process groups -----------------------------------------------------------------------------

@@ -30,10 +30,7 @@ _Parser = argparse.ArgumentParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; bad input exits with status 2 and says why.
-
-    An exception in the user's own model is not caught, because its traceback is what helps.
-    """
+    """Run a command and return its exit status; bad input exits with status 2 and says why."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     screen = Screen(as_json=args.json)
@@ -96,6 +93,7 @@ def make_parser() -> _Parser:
             "check whether training can be split here, on torchrun's ranks if it starts it",
             _doctor,
         ),
+        ("help", "explain what messages and figures refer to", _help),
     )
     for name, summary, add_arguments in rows:
         command = top.add_parser(
@@ -181,9 +179,14 @@ def _doctor(command: _Parser) -> None:
     command.set_defaults(command="doctor:run")
 
 
+def _help(command: _Parser) -> None:
+    command.set_defaults(command="help:run")
+    command.add_argument("topic", metavar="TOPIC", nargs="?", help="without one, lists all")
+
+
 def _add_factory(command: _Parser) -> None:
     factory = (
-        "a function without arguments that returns (model, example_inputs), as "
+        "a function without arguments that returns (model, batch), as "
         "package.module:function or path/to/file.py:function"
     )
     command.add_argument("factory", metavar="MODULE:FACTORY", help=factory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt._text import count, format_ms
 from ddpopt._values import check_kind
+from ddpopt.checks.uncompiled import warning_of
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.inspection.explanation import BucketReport, Explanation
 from ddpopt.inspection.metrics import source_of
@@ -67,14 +69,14 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
     elif predicted is None and not tuner.is_searching(ddp):
         remedy = _PLAN if search else f"{_PLAN}, or find buckets by buckets='auto'"
         hints.append(f"predicted: nothing; {remedy}")
-    exposed = hint.hint_of(ddp)
-    if search is None and exposed:
-        hints.append(exposed)
+    advice = hint.hint_of(ddp)
+    if search is None and advice and (measured is None or _waits_long(measured)):
+        hints.append(advice)
     if recording is not None:
         hints += recording.notes
 
     return Explanation(
-        model=type(ddp.module).__name__,
+        model=_name_of(ddp.module),
         cuts=ddp_state.cuts,
         buckets=_relate(buckets, predicted, measured),
         # Without a cost for these ranks it says itself for how many it is.
@@ -87,7 +89,15 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         num_recorded=len(recording.steps) if recording else 0,
         hints=tuple(hints),
         texts=dict(ddp_state.texts),
+        uncompiled=warning_of(ddp),
     )
+
+
+def _name_of(module: torch.nn.Module) -> str:
+    """The class of a module, not of what `torch.compile` wrapped it in before DDP."""
+    with contextlib.suppress(TorchDriftError):  # only the better name is lost
+        module = _torch.unwrap_compiled(module)
+    return type(module).__name__
 
 
 def _for_ranks_of(
@@ -103,8 +113,22 @@ def _for_ranks_of(
         return None, f"{error}: explain(model, plan.for_ranks({num_ranks}, network))"
 
 
+def _waits_long(measured: RecordedStep) -> bool:
+    """Whether a recording agrees with the hint, which is from the first steps."""
+    if measured.exposed_s is None:
+        return True
+    return measured.exposed_s >= hint.MUCH_EXPOSED * (measured.forward_s + measured.backward_s)
+
+
 def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
     """What is known without a recording: times that DDP takes, as `metrics` has them."""
+    wait = hint.wait_of(ddp)
+    if wait is not None and source_of(ddp) is None:
+        return (
+            f"measured by DDP, {wait.steps}: backward {format_ms(wait.backward_s)} ms, of it "
+            f"{format_ms(wait.exposed_s)} waiting for communication; for each bucket's times, "
+            f"{_RECORD}"
+        )
     try:
         step = _torch.last_logged_step(ddp)
     except TorchDriftError:
@@ -112,7 +136,8 @@ def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
     if step is None or not step.number:
         return f"measured: nothing yet; {_RECORD}"
     text = f"in step {step.number}, backward {format_ms(step.backward_s + step.exposed_s)} ms"
-    if source_of(ddp) is None:  # of an algorithm's communication DDP knows nothing
+    # Of an algorithm's communication DDP knows nothing, and one rank waits for nobody.
+    if source_of(ddp) is None and ddp.process_group.size() > 1:
         text += f", of it {format_ms(step.exposed_s)} waiting for communication"
     return f"measured by DDP: {text}; for each bucket's times, {_RECORD}"
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddpopt._text import (
+    as_html,
     count,
     format_bytes,
     format_ms,
@@ -77,7 +78,8 @@ class Explanation:
     `bucket_plan` is the plan that assigned its buckets, `tuning` what `buckets="auto"` decided.
     `predicted` is the iteration predicted from `basis`; `measured` has the medians of the last
     recording, over `num_measured` of its `num_recorded` steps: those that ran what the last one
-    did. `texts` has each graph's calls, by its name.
+    did. `texts` has each graph's calls, by its name. `uncompiled` says why there are no cuts, if a
+    warning has said it.
     """
 
     model: str
@@ -92,6 +94,7 @@ class Explanation:
     num_recorded: int = 0
     hints: tuple[str, ...] = ()
     texts: Mapping[str, GraphText] = field(default_factory=dict, repr=False)
+    uncompiled: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON data, times in seconds; see docs/reading-the-logs.md."""
@@ -165,7 +168,12 @@ class Explanation:
             raise OptionError(f"{path} does not end in .html, .json or .txt; choose one of them")
         write_text(path, text)
 
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
     def __str__(self) -> str:
+        if not self.cuts and self.uncompiled:
+            return self.uncompiled
         if not self.cuts:
             return (
                 f"ddpopt has compiled no graph of this {self.model}. Either its forward "
@@ -226,9 +234,11 @@ class Explanation:
         if self.predicted:
             times = self.predicted
             lines += [
-                f"predicted: backward {format_ms(times.backward_s)} ms, iteration "
-                f"{format_ms(times.iteration_s)}, of it {format_ms(times.exposed_s)} waiting for "
-                f"communication; no buckets can make it shorter than {format_ms(times.bound_s)}",
+                f"predicted: backward {format_ms(times.backward_s)} ms, of it "
+                f"{format_ms(times.exposed_s)} waiting for communication; iteration "
+                f"{format_ms(times.iteration_s)}; whatever the buckets, it takes "
+                f"{format_ms(times.bound_s)} or more",
+                "  (the longer of its computation and one allreduce of all gradients)",
                 f"  ({self.basis})",
             ]
         if self.measured and self.predicted:

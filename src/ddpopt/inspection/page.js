@@ -240,7 +240,7 @@ function selectButton(what, target, ...inside) {
 // ---- Header ------------------------------------------------------------------------------------
 
 // Fallbacks by which overlap is lost, rather than expected ones.
-const OVERLAP_LOST = new Set(["NO_LEGAL_CUT", "SECTION_FAILED", "NOT_PROVEN", "SPLIT_FAILED", "TORCH_DRIFT"]);
+const OVERLAP_LOST = new Set(["NO_LEGAL_CUT", "COLLECTIVES_AND_SIZES", "SECTION_FAILED", "NOT_PROVEN", "SPLIT_FAILED", "TORCH_DRIFT"]);
 
 function header() {
   const versions = Object.entries(content.versions).map(([name, version]) => `${name} ${version}`);
@@ -252,7 +252,7 @@ function header() {
     tuning(),
     fallbacks(),
     hints.length > 0 &&
-      make("section.callout", make("h3", "What is missing here"), make("ul", hints)),
+      make("section.callout", make("h3", "Notes"), make("ul", hints)),
   );
 }
 
@@ -281,8 +281,9 @@ function facts() {
     fact("dd", "DDP buckets", `${buckets.size}`, bytes(numBytes)),
     fact("dd", "sections", `${numSections}`, `in ${some}${count(total, "graph")}`),
     (predicted || measured) && comparedFact("dd", "backward", "backward_s"),
-    exposed && comparedFact("dd.exposed", "exposed communication", "exposed_s"),
-    predicted && fact("dd", "bound of an iteration", duration(predicted.bound_s), iteration),
+    exposed && comparedFact("dd.exposed", "waiting for communication", "exposed_s"),
+    predicted &&
+      fact("dd", "least iteration, whatever the buckets", duration(predicted.bound_s), iteration),
   ];
 }
 
@@ -290,7 +291,9 @@ function facts() {
 function comparedFact(what, name, field) {
   const known = KINDS.filter((kind) => isGiven(content[kind]?.[field]));
   const [first, second] = known.map((kind) => duration(content[kind][field]));
-  return fact(what, name, first, second ? `measured; predicted ${second}` : known[0]);
+  const steps = content.measured?.num_steps;
+  const basis = known[0] === "measured" && steps > 1 ? `measured, median of ${steps}` : known[0];
+  return fact(what, name, first, second ? `${basis}; predicted ${second}` : basis);
 }
 
 const fact = (what, name, value, more) =>

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ddpopt._text import count, format_ms
+from ddpopt._text import as_html, count, format_ms
 from ddpopt.planning.timeline import BucketTimes, bucket_table
 
 
@@ -52,7 +52,10 @@ class RecordedStep:
 
     @property
     def exposed_s(self) -> float | None:
-        """How long allreduces ran when no gradient was left to be computed."""
+        """How long backward waited for communication.
+
+        From the last gradient to the end of the last allreduce.
+        """
         finished = [bucket.finished_s for bucket in self.buckets if bucket.finished_s is not None]
         if not finished:
             return None
@@ -111,10 +114,31 @@ class RecordedStep:
         text = f"backward {format_ms(self.backward_s)} ms"
         if self.exposed_s is not None:
             text += (
-                f", {format_ms(self.exposed_s)} of it waiting for communication, which takes "
-                f"{format_ms(self.communication_s)} in all"
+                f", of it {format_ms(self.exposed_s)} waiting for communication (last gradient to "
+                f"last allreduce's end); all allreduces take {format_ms(self.communication_s)}"
             )
         return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedianStep(RecordedStep):
+    """The medians of several steps, each of its own: of the times, and of how long steps waited.
+
+    The medians of two times are not as far apart as the two are in the median step. If last
+    gradients come at 5, 1 and 9 ms, and last allreduces end at 6, 10 and 11, then steps wait 1, 9
+    and 2: the median is 2, and 5 and 10, the medians of both times, are 5 apart.
+    """
+
+    median_exposed_s: float | None
+    median_communication_s: float | None
+
+    @property
+    def exposed_s(self) -> float | None:
+        return self.median_exposed_s
+
+    @property
+    def communication_s(self) -> float | None:
+        return self.median_communication_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +160,7 @@ class Recording:
         shape = self.steps[-1].shape
         return tuple(step for step in self.steps if step.shape == shape)
 
-    def median_step(self) -> RecordedStep | None:
+    def median_step(self) -> MedianStep | None:
         """The medians of `steps_like_last`, with times since the end of forward; None without any.
 
         Earlier steps may have had other buckets, or compiled.
@@ -147,13 +171,18 @@ class Recording:
         # The k-th section, or bucket, is the same one in all of these steps.
         runs_by_section = zip(*(step.sections for step in alike), strict=True)
         times_by_bucket = zip(*(step.buckets for step in alike), strict=True)
-        return RecordedStep(
+        return MedianStep(
             forward_start_s=statistics.median(step.forward_start_s for step in alike),
             forward_stop_s=0.0,
             backward_stop_s=statistics.median(step.backward_stop_s for step in alike),
             sections=tuple(map(_median_section, runs_by_section)),
             buckets=tuple(map(_median_bucket, times_by_bucket)),
+            median_exposed_s=_median(step.exposed_s for step in alike),
+            median_communication_s=_median(step.communication_s for step in alike),
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         step = self.median_step()
@@ -175,6 +204,12 @@ def describe_steps(num_measured: int, num_recorded: int) -> str:
     return f"{num_measured} of {num_recorded} steps ({num_others} ran other sections or buckets)"
 
 
+def _median(times: Iterable[float | None]) -> float | None:
+    """The median of the times that are known."""
+    known = [time_s for time_s in times if time_s is not None]
+    return statistics.median(known) if known else None
+
+
 def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
     """One section with the median times of its runs in several steps."""
     return dataclasses.replace(
@@ -186,10 +221,9 @@ def _median_section(runs: Sequence[RecordedSection]) -> RecordedSection:
 
 def _median_bucket(times: Sequence[BucketTimes]) -> BucketTimes:
     """One bucket with the median of its times in several steps; unknown finishes are left out."""
-    finished = [each.finished_s for each in times if each.finished_s is not None]
     return dataclasses.replace(
         times[0],
         ready_s=statistics.median(each.ready_s for each in times),
         launched_s=statistics.median(each.launched_s for each in times),
-        finished_s=statistics.median(finished) if finished else None,
+        finished_s=_median(each.finished_s for each in times),
     )

@@ -33,7 +33,11 @@ function panelOf(kind) {
     : summary.backward_s;
   const exposed = summary?.exposed_s;
   const steps = summary?.num_steps;
-  const times = { backward: summary?.backward_s, communication: summary?.communication_s, exposed };
+  const times = {
+    backward: summary?.backward_s,
+    "all allreduces": summary?.communication_s,
+    "waiting for them": exposed,
+  };
   const known = Object.entries(times).filter(([, time]) => isGiven(time));
   const measured = steps ? (steps === 1 ? "one step" : `median of ${steps} steps`) : "";
   const notes = known.map(([name, time]) => `${name} ${duration(time)}`);
@@ -166,7 +170,7 @@ function drawExposed({ exposed }, x, top, bottom) {
   if (!exposed) return null;
   const [from, to] = [x(exposed.start), x(exposed.stop)];
   const time = duration(exposed.stop - exposed.start);
-  const text = firstThatFits([`exposed ${time}`, time], to - from, 7.6);
+  const text = firstThatFits([`waiting ${time}`, time], to - from, 7.6);
   return make(
     "g.mark.still",
     make("title", `Exposed communication\n${time} in which nothing is computed`),
@@ -238,7 +242,7 @@ function legend(panels) {
     "i.waiting": "waits for its launch",
     "i.run": "allreduce runs",
     ...(panels.some((panel) => panel.exposed) && {
-      "i.exposed": "exposed: communication while nothing is computed",
+      "i.exposed": "backward waits for communication: nothing is left to be computed",
     }),
   };
   const shown = Object.entries(items).map(([what, text]) => make("span", make(what), text));

@@ -55,11 +55,7 @@ def find_loss(
     Raises:
         error: there is no such tensor, or `loss_fn` returns no such scalar.
     """
-    if loss_fn is not None and not callable(loss_fn):
-        raise error(
-            f"the loss function is {quote(loss_fn)}, a {type(loss_fn).__name__}; give one that "
-            "takes the model's output and returns a scalar"
-        )
+    check_loss_fn(loss_fn, error)
     loss = _own_loss(output) if loss_fn is None else loss_fn(output)
     if _is_loss(loss):
         return loss
@@ -76,6 +72,22 @@ def find_loss(
             "on a parameter; give a loss function, which makes a scalar of the output"
         )
     return functools.reduce(torch.add, losses)
+
+
+def check_loss_fn(loss_fn: object, error: type[DDPOptError]) -> None:
+    """Raise `error` unless `loss_fn` is None or can be called with a model's output.
+
+    A second input of the model is often given in its place.
+    """
+    if loss_fn is None or callable(loss_fn):
+        return
+    what = f"loss_fn is {quote(loss_fn)}, a {type(loss_fn).__name__}"
+    if isinstance(loss_fn, torch.Tensor):
+        what = f"loss_fn is {_describe(loss_fn)}"
+    raise error(
+        f"{what}; give a function of the model's output that returns a scalar, and if the model "
+        "has several inputs, give them as one batch, a tuple or a dict: (x, y)"
+    )
 
 
 def has_loss(output: Any) -> bool:

@@ -31,8 +31,8 @@ _LEAST_MEASURED_GAIN = 0.01
 
 STAY = "buckets stay as they are"
 _PLAN_AHEAD = (
-    "a plan from the graph needs no such steps: ddpopt.plan(model, inputs).save('plan.json'), and "
-    "then options={'buckets': 'plan.json'}"
+    "a plan from the graph needs no such steps: ddpopt.plan(model, batch, network=...).save("
+    "'plan.json'), and then options={'buckets': 'plan.json'}"
 )
 
 
@@ -149,9 +149,11 @@ def _describe_times(present: Timeline, best: Timeline, after_s: float) -> list[s
         "iteration": (present.iteration_s, best.iteration_s),
         "of it waiting for communication": (present.exposed_s, best.exposed_s),
         "backward": (present.backward_s, best.backward_s),
-        "of it after the last allreduce": (after_s, after_s),
         "all allreduces": (present.communication_s, best.communication_s),
     }
+    if after_s > 0:
+        # It is no measurement: what the slowest ranks' backwards take beyond what the model says.
+        times["of backward not explained, and added to both"] = (after_s, after_s)
     rows = [(format_ms(now_s), format_ms(then_s), name) for name, (now_s, then_s) in times.items()]
     counts = (f"{len(present.buckets)}", f"{len(best.buckets)}", "buckets")
     return table(("now", "best", "predicted, in ms"), [*rows, counts])

@@ -33,7 +33,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddpopt import _copies, _torch
 from ddpopt._values import check_kind
 from ddpopt.errors import PlanError
-from ddpopt.planning.batch import Batch, LossFn, as_batch, call_model, find_loss, has_loss
+from ddpopt.planning.batch import (
+    Batch,
+    LossFn,
+    as_batch,
+    call_model,
+    check_loss_fn,
+    find_loss,
+    has_loss,
+)
 from ddpopt.planning.calibrate import measure_device
 from ddpopt.planning.costs import Device, Gradient, Profile
 from ddpopt.planning.randomness import same_randomness
@@ -46,10 +54,10 @@ _GATHERS = frozenset({"embedding", "gather", "index", "index_select"})
 
 def estimate(
     model: nn.Module,
-    example_inputs: Any,
+    batch: Any,
     *,
     device: Device | None = None,
-    loss: LossFn | None = None,
+    loss_fn: LossFn | None = None,
 ) -> Profile:
     """The profile of one iteration as a device with these rates would run it.
 
@@ -65,11 +73,11 @@ def estimate(
         model: What DDP is to wrap, or wraps, or the DDP module; compiled or not. It needs no memory
             for a second one. On the meta device it is traced as if it were on the accelerator, or
             on the CPU if there is none, and takes no memory.
-        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        batch: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
             Only shapes and dtypes matter.
         device: Rates of the device; None measures those of the model's device, in under 1 s.
-        loss: Computes a scalar from the model's output. Default: the output's `loss` (an attribute
-            or a key), or else the sum of its floating point tensors.
+        loss_fn: Computes a scalar from the model's output. Default: the output's `loss` (an
+            attribute or a key), or else the sum of its floating point tensors.
 
     Raises:
         TypeError: `model` is no module.
@@ -80,7 +88,8 @@ def estimate(
     if device is not None:
         remedy = "give a ddpopt.planning.Device, or None to measure the model's own"
         check_kind("device", device, Device, remedy, PlanError)
-    graph, trained, is_stand_in = _trace(wrapped_module(model), example_inputs, loss)
+    check_loss_fn(loss_fn, PlanError)
+    graph, trained, is_stand_in = _trace(wrapped_module(model), batch, loss_fn)
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
     for name, node in zip(trained, made, strict=True):
@@ -153,7 +162,7 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 
 def _trace(
-    model: nn.Module, example_inputs: Any, loss: LossFn | None
+    model: nn.Module, batch: Any, loss_fn: LossFn | None
 ) -> tuple[fx.Graph, dict[str, torch.Tensor], bool]:
     """Trace forward and backward into one graph of aten operations.
 
@@ -167,18 +176,18 @@ def _trace(
     if not trained:
         what = "requires grad; unfreeze one" if parameters else "exists; there is nothing to reduce"
         raise PlanError(f"no parameter of {type(model).__name__} {what}")
-    if not isinstance(example_inputs, torch.Tensor | Mapping | tuple | list):
+    if not isinstance(batch, torch.Tensor | Mapping | tuple | list):
         raise PlanError(
-            f"example_inputs is a {type(example_inputs).__name__}; it must be a tensor, a tuple of "
+            f"batch is a {type(batch).__name__}; it must be a tensor, a tuple of "
             "positional arguments or a dict of keyword arguments"
         )
     is_on_meta = any(parameter.is_meta for parameter in parameters.values())
     accelerator = (torch.accelerator.current_accelerator() or "cpu") if is_on_meta else None
     fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), accelerator)
     # Of copies, since a forward may keep what it computes, which here are fake tensors.
-    step = _Step(*_copies.copy_model(model, loss, PlanError, shares_tensors=True))
+    step = _Step(*_copies.copy_model(model, loss_fn, PlanError, shares_tensors=True))
     tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
-    inputs: Any = map_aggregate((tensors, *as_batch(example_inputs)), fake)
+    inputs: Any = map_aggregate((tensors, *as_batch(batch)), fake)
 
     def trace(tensors: Any, args: Any, kwargs: Any) -> Any:
         wanted = [tensors[f"model.{name}"] for name in trained]
@@ -207,11 +216,13 @@ def _trace(
 class _Step(nn.Module):
     """Forward and backward as one module, since checkpointed parts of forward run in both."""
 
-    def __init__(self, model: nn.Module, loss: LossFn | None, in_loss: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, in_loss: Sequence[nn.Module]
+    ) -> None:
         super().__init__()
         self.model = model
         self.in_loss = nn.ModuleList(in_loss)
-        self._loss = (loss,)  # in a tuple, or it would be registered once more if it is a module
+        self._loss = (loss_fn,)  # in a tuple, or it would be registered once more if it is a module
         self.is_stand_in = False  # known once it ran
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:

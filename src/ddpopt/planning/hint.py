@@ -1,11 +1,13 @@
-"""A hint where DDP keeps its buckets: how long iterations wait for communication.
+"""How long iterations wait for communication where DDP keeps its buckets, by DDP's own timers.
 
-It is a line of the log, and of `explain`, with what could be done about it.
+`explain` shows it as long as nothing is recorded. If it is much, there is a hint in the log, and in
+`explain`, with what could be done about it.
 """
 
 from __future__ import annotations
 
 import statistics
+from typing import NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,17 +21,45 @@ from ddpopt.steps.clock import IterationClock
 from ddpopt.steps.forwards import subscribe, unsubscribe, will_communicate
 
 # The part of an iteration that has to be exposed to be worth a line.
-_MUCH_EXPOSED = 0.1
+MUCH_EXPOSED = 0.1
 # The steps whose times count: earlier ones compile, later ones DDP does not time.
 _STEPS = range(5, 11)
 
+_REMEDY = "options={'buckets': 'auto'} looks for buckets that hide more of it"
+
+
+class Wait(NamedTuple):
+    """Medians over some of the first steps, which `steps` names.
+
+    `exposed_s` is how long backward waits for communication: from the end of its computation until
+    DDP has all reduced gradients. It is part of `backward_s`, as that is of `iteration_s`.
+    """
+
+    backward_s: float
+    exposed_s: float
+    iteration_s: float
+    steps: str
+
+
+# None until the steps are over.
+_waits: Slot[Wait | None] = Slot(lambda: None, Lifetime.MODULE)
 # The hint, "" if there is none to give, and None until somebody has begun to watch for it.
 _hints: Slot[str | None] = Slot(lambda: None, Lifetime.MODULE)
 
 
+def wait_of(ddp: DistributedDataParallel) -> Wait | None:
+    """How long its iterations waited; None before it is known, and on ranks that do not log it."""
+    return _waits.get(ddp)
+
+
 def hint_of(ddp: DistributedDataParallel) -> str:
-    """How much communication was found to be exposed, as a sentence for users; "" without one."""
-    return _hints.get(ddp) or ""
+    """What to do where iterations wait for a tenth or more of their time; "" if they do not.
+
+    It has no figure of its own: `explain` shows the one of a recording, or that of `wait_of`.
+    """
+    if not _hints.get(ddp):
+        return ""
+    return f"waiting is {MUCH_EXPOSED:.0%} of an iteration or more; {_REMEDY}"
 
 
 def watch(ddp: DistributedDataParallel) -> None:
@@ -71,14 +101,22 @@ class _Watch(IterationClock):
             _logs.info("how long iterations wait for communication is not known: %r", error)
 
     def _find_hint(self, ddp: DistributedDataParallel) -> str:
-        if not self._steps or plan_of(ddp) or _torch.has_comm_hook(ddp):
+        if not self._steps:
             return ""
-        exposed_s = statistics.median(step.exposed_s for step, _ in self._steps.values())
-        iteration_s = statistics.median(step_s for _, step_s in self._steps.values())
-        if exposed_s < _MUCH_EXPOSED * iteration_s or find_lasting_obstacle(ddp):
+        steps = [step for step, _ in self._steps.values()]
+        first, last = min(self._steps), max(self._steps)
+        wait = Wait(
+            backward_s=statistics.median(step.backward_s + step.exposed_s for step in steps),
+            exposed_s=statistics.median(step.exposed_s for step in steps),
+            iteration_s=statistics.median(step_s for _, step_s in self._steps.values()),
+            steps=f"medians of steps {first} to {last}" if first < last else f"of step {first}",
+        )
+        _waits.set(ddp, wait)
+        if wait.exposed_s < MUCH_EXPOSED * wait.iteration_s:
+            return ""
+        if plan_of(ddp) or _torch.has_comm_hook(ddp) or find_lasting_obstacle(ddp):
             return ""
         return (
-            f"of an iteration of {format_ms(iteration_s)} ms, {format_ms(exposed_s)} are spent "
-            "waiting for communication; options={'buckets': 'auto'} looks for buckets that hide "
-            "more of it"
+            f"of an iteration of {format_ms(wait.iteration_s)} ms, {format_ms(wait.exposed_s)} are "
+            f"spent waiting for communication ({wait.steps}, by DDP's timers); {_REMEDY}"
         )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpopt import _copies
-from ddpopt._text import count, format_ms, quote, shorten, write_text
+from ddpopt._text import as_html, count, format_ms, quote, shorten, write_text
 from ddpopt._values import POSITIVE_WHOLE, RANKS, check_kind, check_number
 from ddpopt.errors import PlanError
 from ddpopt.planning.batch import LossFn, call_model, find_loss
@@ -245,6 +245,9 @@ class BucketPlan:
             content["cost"] = AllreduceCost.from_dict(content["cost"], "cost")
             return cls(**content)
 
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
     def __str__(self) -> str:
         default_sizes = tuple(buckets_of_caps(self.profile, DDP_DEFAULT_CAPS))
         default = dataclasses.replace(self, sizes=default_sizes).timeline()
@@ -257,9 +260,9 @@ class BucketPlan:
             [
                 f"{count(len(self.buckets), 'bucket')} for {count(self.world_size, 'rank')} "
                 f"({basis}): backward {format_ms(timeline.backward_s)} ms, "
-                f"of it computation {format_ms(timeline.computed_s)}; DDP's default buckets "
-                f"{format_ms(default.backward_s)}; bound of the iteration "
-                f"{format_ms(timeline.bound_s)}",
+                f"of it computation {format_ms(timeline.computed_s)}; with DDP's default buckets "
+                f"{format_ms(default.backward_s)}; whatever the buckets, an iteration takes "
+                f"{format_ms(timeline.bound_s)} or more",
                 "",
                 *bucket_table(timeline.buckets, "parameters", names),
             ]
@@ -288,13 +291,13 @@ def plan_buckets(profile: Profile, cost: AllreduceCost, world_size: int) -> Buck
 
 def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     model: nn.Module,
-    example_inputs: Any,
+    batch: Any,
     *,
     network: AllreduceCost | Network,
     world_size: int | None = None,
     backend: str | Callable[..., Any] | None = "inductor",
     device: Device | None = None,
-    loss: LossFn | None = None,
+    loss_fn: LossFn | None = None,
 ) -> BucketPlan:
     """The best buckets for a model, a batch and a network; apply them with `ddp_kwargs()`.
 
@@ -306,14 +309,14 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     Args:
         model: What DDP is to wrap, or wraps, or the DDP module; compiled or not, on its device, in
             the mode used in training.
-        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        batch: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         network: What `calibrate` measured among `world_size` ranks, or the links of a cluster.
         world_size: Number of ranks; None means that of the default process group. For others than
             were measured, see `BucketPlan.for_ranks`.
         backend: Compiles the model for the measurement; None measures it uncompiled.
         device: Rates of the device, to run nothing: then times are estimated too, as they are for
             models on the meta device.
-        loss: Computes a scalar from the model's output; the default is as in `estimate`.
+        loss_fn: Computes a scalar from the model's output; the default is as in `estimate`.
 
     Raises:
         TypeError: `model` is no module.
@@ -333,33 +336,33 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     check_number("world_size", world_size, RANKS, PlanError)
     cost = network.allreduce(world_size) if isinstance(network, Network) else network
     model = wrapped_module(model)
-    profile = estimate(model, example_inputs, device=device, loss=loss)
+    profile = estimate(model, batch, device=device, loss_fn=loss_fn)
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     if device is None and not is_on_meta:
-        forward_s, backward_s = _measure(model, example_inputs, backend, loss)
+        forward_s, backward_s = _measure(model, batch, backend, loss_fn)
         profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
     return plan_buckets(profile, cost, world_size)
 
 
 def _measure(
     model: nn.Module,
-    example_inputs: Any,
+    batch: Any,
     backend: str | Callable[..., Any] | None,
-    loss: LossFn | None,
+    loss_fn: LossFn | None,
 ) -> tuple[float, float]:
     """The median times of forward and backward, without the first step, which compiles.
 
     What is run is a copy: a forward may keep what it likes, backward's hooks may step an optimizer,
     and the Reducer of a DistributedDataParallel that the model is in would take notes.
     """
-    copied, own_loss, _ = _copies.copy_model(model, loss, PlanError)
-    batch = _copies.copy_batch(example_inputs, PlanError)
+    copied, own_loss, _ = _copies.copy_model(model, loss_fn, PlanError)
+    batch = _copies.copy_batch(batch, PlanError)
     with _copies.shielded(model, _copies.copy_buffers(model), PlanError, "the model"):
         return _time_steps(copied, batch, backend, own_loss)
 
 
 def _time_steps(
-    model: nn.Module, batch: Any, backend: str | Callable[..., Any] | None, loss: LossFn | None
+    model: nn.Module, batch: Any, backend: str | Callable[..., Any] | None, loss_fn: LossFn | None
 ) -> tuple[float, float]:
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
     parameters = set(model.parameters())
@@ -369,7 +372,7 @@ def _time_steps(
         for _ in range(_NUM_STEPS + 1):
             model.zero_grad(set_to_none=True)
             start_s = max(clock.finish() for clock in clocks)
-            value = find_loss(call_model(compiled, batch), loss)
+            value = find_loss(call_model(compiled, batch), loss_fn)
             middle_s = max(clock.finish() for clock in clocks)
             with _copies.sparing_others(value, parameters):
                 backward_start_s = max(clock.finish() for clock in clocks)

@@ -95,11 +95,13 @@ class Simulation:
                 f"{count(self.world_size, 'rank')}: "
                 f"iteration {format_ms(timeline.iteration_s)} ms, "
                 f"efficiency {self.efficiency:.1%}{slowest}",
-                f"  computation {format_ms(timeline.alone_s)} ms, communication "
-                f"{format_ms(timeline.communication_s)}, exposed {format_ms(timeline.exposed_s)}, "
-                f"bound {format_ms(timeline.bound_s)}",
-                f"  an allreduce takes {self.cost.startup_s * 1e3:.3f} ms and "
-                f"{self.cost.s_per_mib * 1e3:.3f} ms per MiB",
+                "  efficiency: the iteration of one rank alone, divided by this one",
+                f"  computation {format_ms(timeline.alone_s)} ms, all allreduces "
+                f"{format_ms(timeline.communication_s)}, waiting for them "
+                f"{format_ms(timeline.exposed_s)}",
+                f"  whatever the buckets, an iteration takes {format_ms(timeline.bound_s)} or more",
+                f"  an allreduce takes {self.cost.startup_s * 1e3:.3f} ms to start and "
+                f"{self.cost.s_per_mib * 1e3:.3f} ms for each MiB",
                 f"  {self.basis}",
                 "",
                 *rows,
@@ -164,7 +166,7 @@ def _cost(
         return network.allreduce(world_size), f"{network.algorithm}, computed from given links"
     extrapolation = describe_extrapolation(plan.basis_ranks, world_size)
     cost = plan.cost.extrapolated(plan.world_size, world_size)
-    return cost, f"ring, {extrapolation}" if extrapolation else "the plan's"
+    return cost, f"ring, {extrapolation}" if extrapolation else "as in the plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,20 +232,31 @@ def render(cells: Sequence[Cell]) -> str:
         )
         for cell in cells
     ]
-    return "\n".join(table(header, rows))
+    return "\n".join(
+        [
+            *table(header, rows),
+            "",
+            "efficiency (the iteration of one rank alone, divided by this one) with buckets",
+            "  saved: of the plan; default: of DDP; replanned: the best for these links",
+        ]
+    )
 
 
 def parse_bandwidth(text: str) -> float:
     """A rate such as `10gbit`, written as for `tc`, in bytes per second.
 
-    Units are bit, kbit, mbit, gbit and tbit. A bare number is refused, and so are tc's units in
-    bytes (`bps`, which means bits elsewhere).
+    Units are bit, kbit, mbit, gbit and tbit, also as in `10Gbps` or `10 Gb/s`: bits, as people who
+    speak of networks mean it (tc itself takes `bps` for bytes). A bare number is refused, and so is
+    `GB/s`, in bytes.
 
     Raises:
         PlanError: the text is no such rate, or the rate is 0.
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]+)", text.strip(), re.IGNORECASE)
-    scale = _BITS_PER_S.get(found[2].lower()) if found else None
+    found = re.fullmatch(
+        r"(\d+\.?\d*|\.\d+)\s*([kmgt]?)(?:(?i:bits?(?:/s|ps)?)|b(?:/s|ps))",
+        re.sub("[KMGT]", lambda unit: unit[0].lower(), text.strip()),
+    )
+    scale = _BITS_PER_S.get(f"{found[2]}bit") if found else None
     if found is None or scale is None or not float(found[1]):
         raise PlanError(
             f"the bandwidth is {quote(text)}; give a number above 0 and one of the units "
