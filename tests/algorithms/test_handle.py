@@ -39,7 +39,7 @@ from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.planning import tuner
 from tests.algorithms import step_machine
-from tests.support.algorithms import ALGORITHMS, FLAT, X, Trial, flat_weights, inputs_of
+from tests.support.algorithms import ALGORITHMS, FLAT, Trial, X, flat_weights, inputs_of
 from tests.support.beside import compiled
 from tests.support.documents import blocks
 from tests.support.logs import logged
@@ -451,7 +451,7 @@ def test_a_failure_in_the_background_is_raised_by_that_backward(
     trial.handle.detach()
 
 
-# ---- parameters that are frozen, unfrozen or empty -------------------------------------------------
+# ---- parameters that are frozen, unfrozen or empty ---------------------------------------------
 
 
 @on_ranks(2)

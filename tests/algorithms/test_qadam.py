@@ -14,7 +14,7 @@ from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
 from ddpopt.errors import NonFiniteError, OptionError
 from tests.algorithms import step_machine
 from tests.algorithms.simulators import BesideSimulator, ReferenceQAdam, flat_gradients
-from tests.support.algorithms import ALGORITHMS, X, Trial, flat_weights, inputs_of
+from tests.support.algorithms import ALGORITHMS, Trial, X, flat_weights, inputs_of
 from tests.support.models import MLP, WIDTH
 from tests.support.on_ranks import gather, on_ranks
 from tests.support.ranks import Ranks
