@@ -1,40 +1,73 @@
 """Loops in which an algorithm takes part: drawn by rules, run on two ranks, and simulated.
 
-The machine only writes the script; ranks are other processes, and hypothesis is not in them. The
-simulator has the models of all ranks in one process, and is written from what `Handle` and
-`Decentralized` promise.
+The machine only writes scripts; ranks are other processes, and hypothesis is not in them. What a
+script does, `OnRank` does with the product, and `InOneProcess` with `simulators`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt.algorithms import Decentralized, attach
+from ddpopt.algorithms import (
+    AsyncModelAverage,
+    LowPrecisionDecentralized,
+    QAdam,
+    QAdamOptimizer,
+    attach,
+)
+from tests.algorithms.simulators import (
+    Place,
+    ReferenceQAdam,
+    assign,
+    flat_gradients,
+    simulator_of,
+)
 from tests.support.algorithms import flat_weights
 from tests.support.machines import run_machine
-from tests.support.models import MLP, WIDTH
+from tests.support.models import MLP
+from tests.support.ranks import Ranks
 
 NUM_RANKS = 2
 LR = 0.1
+WIDTH = 16
+OPTIMIZERS = ("SGD", "momentum", "Adam", "one for each layer")
 
-State = tuple[torch.Tensor, int, int]  # weights, steps, communications
+State = tuple[torch.Tensor, torch.Tensor, int, int]  # weights, gradients, steps, communications
+
+
+# ---- Scripts -------------------------------------------------------------------------------------
+
+
+class Script(NamedTuple):
+    """`actions` are names of methods of `OnRank` and `InOneProcess`."""
+
+    optimizer: str
+    has_views: bool  # DDP's gradients are views of its buckets
+    actions: list[str]
 
 
 class Loop(RuleBasedStateMachine):
-    """A training loop that is being written: names of methods of `OnRank` and `Simulated`."""
+    """A training loop that is being written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.script: list[str] = []
+        self.script = Script("SGD", False, [])
         self.is_pending = False  # a forward has no backward yet
         self.is_saved = False
+
+    @initialize(optimizer=st.sampled_from(OPTIMIZERS), has_views=st.booleans())
+    def choose(self, optimizer: str, has_views: bool) -> None:
+        self.script = Script(optimizer, has_views, self.script.actions)
 
     @rule()
     def forward(self) -> None:
@@ -55,6 +88,12 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def train_in_eval_mode(self) -> None:
         for name in ("clear", "forward_in_eval_mode", "backward", "update"):
+            self._add(name)
+
+    @precondition(lambda self: not self.is_pending)
+    @rule()
+    def train_with_micro_batches(self) -> None:
+        for name in ("clear", "accumulate", "forward", "backward", "update"):
             self._add(name)
 
     @precondition(lambda self: not self.is_pending)
@@ -79,39 +118,23 @@ class Loop(RuleBasedStateMachine):
 
     # What changes weights has no place between a forward and its backward.
     @precondition(lambda self: not self.is_pending)
-    @rule()
-    def accumulate(self) -> None:
-        self._add("accumulate")
+    @rule(name=st.sampled_from(("accumulate", "pause", "average", "resync")))
+    def communicate(self, name: str) -> None:
+        self._add(name)
 
     @precondition(lambda self: not self.is_pending)
-    @rule()
-    def update(self) -> None:
-        self._add("update")
+    @rule(name=st.sampled_from(("update", "update_first", "update_rank_0")))
+    def update(self, name: str) -> None:
+        self._add(name)
 
     @precondition(lambda self: not self.is_pending)
-    @rule()
-    def update_one(self) -> None:
-        """As GradScaler does where the other rank's gradients are not finite."""
-        self._add("update_one")
-
-    @precondition(lambda self: not self.is_pending)
-    @rule()
-    def write(self) -> None:
-        self._add("write")
+    @rule(name=st.sampled_from(("decay", "write_part", "swap_in")))
+    def write(self, name: str) -> None:
+        self._add(name)
 
     @rule()
     def clear(self) -> None:
         self._add("clear")
-
-    @precondition(lambda self: not self.is_pending)
-    @rule()
-    def pause(self) -> None:
-        self._add("pause")
-
-    @precondition(lambda self: not self.is_pending)
-    @rule()
-    def average(self) -> None:
-        self._add("average")
 
     @precondition(lambda self: not self.is_pending)
     @rule()
@@ -132,22 +155,57 @@ class Loop(RuleBasedStateMachine):
         self.is_saved = False
 
     def _add(self, name: str, *, is_pending: bool | None = None) -> None:
-        self.script.append(name)
+        self.script.actions.append(name)
         if is_pending is not None:
             self.is_pending = is_pending
 
 
-def draw_scripts(num_scripts: int, num_steps: int = 14) -> list[list[str]]:
+@functools.cache
+def draw_scripts(num_scripts: int, num_rules: int = 14) -> list[Script]:
     """Scripts of up to so many rules each."""
-    drawn: list[list[str]] = []
+    drawn: list[Script] = []
 
     class Drawn(Loop):
         def teardown(self) -> None:
-            if self.script:
+            if self.script.actions:
                 drawn.append(self.script)
 
-    run_machine(Drawn, num_scripts, num_steps)
+    run_machine(Drawn, num_scripts, num_rules)
     return drawn
+
+
+def _for_algorithm(algorithm: Any, script: Script) -> Script:
+    """The script as somebody writes it who has read the algorithm's page."""
+    if not isinstance(algorithm, QAdam):
+        return script
+    # A gradient may not be added to a momentum; `zero_grad` belongs where `step` is left out.
+    actions, has_momentum = [], False
+    for name in script.actions:
+        if has_momentum and name in {"accumulate", "backward", "pause", "load"}:
+            actions.append("clear")
+        # All ranks have one gradient, so that none skips its update alone.
+        actions.append("update" if name == "update_rank_0" else name)
+        has_momentum = name == "backward" or (has_momentum and name in KEEPING)
+    return script._replace(actions=actions)
+
+
+# Actions after which a gradient is what it was.
+KEEPING = {
+    "forward",
+    "forward_in_eval_mode",
+    "forget",
+    "evaluate",
+    "update_first",
+    "decay",
+    "write_part",
+    "swap_in",
+    "average",
+    "resync",
+    "save",
+}
+
+
+# ---- What ranks and the simulator have in common -------------------------------------------------
 
 
 def _input(rank: int, index: int) -> torch.Tensor:
@@ -155,31 +213,66 @@ def _input(rank: int, index: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def _model() -> torch.nn.Module:
+def _model() -> MLP:
     torch.manual_seed(0)
-    return MLP(2).double()
+    return MLP(2, WIDTH, bias=False).double()
 
 
-def _write(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
+def _optimizers(algorithm: Any, kind: str, model: MLP, qadam: Any) -> list[Any]:
+    parts = list(model.layers) if kind == "one for each layer" else [model]
+    if isinstance(algorithm, QAdam):
+        return [qadam(p.parameters(), lr=LR, warmup_steps=2, weight_decay=0.1) for p in parts]
+    if kind == "Adam":
+        return [torch.optim.Adam(model.parameters(), lr=LR)]
+    momentum = 0.5 if kind == "momentum" else 0.0
+    return [torch.optim.SGD(p.parameters(), lr=LR, momentum=momentum) for p in parts]
+
+
+class Writing:
+    """What people do to weights between updates. `modules` has those of this loop."""
+
+    modules: Sequence[nn.Module]
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        for parameter in self._parameters():
             parameter.mul_(0.9)
 
+    def write_part(self) -> None:
+        """It gives no new version."""
+        for parameter in self._parameters():
+            parameter.data[:3] = 0.25
 
-class OnRank:
+    def swap_in(self) -> None:
+        """As with an average of weights (EMA)."""
+        for parameter in self._parameters():
+            parameter.data = parameter.detach() * 1.1
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+
+class OnRank(Writing):
     """A rank of the real run."""
 
-    def __init__(self, rank: int, algorithm: Any) -> None:
+    def __init__(self, rank: int, algorithm: Any, script: Script) -> None:
         self.rank, self.algorithm = rank, algorithm
         self.index = 0  # of the action
-        self.ddp = DistributedDataParallel(_model())
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=LR)
-        self.handle = attach(self.ddp, self.optimizer, algorithm)
+        model = _model()
+        self.modules = [model]
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=script.has_views)
+        self.optimizers = _optimizers(algorithm, script.optimizer, model, QAdamOptimizer)
         self.losses: list[torch.Tensor] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        self.handle = attach(self.ddp, self.optimizers, self.algorithm)
+        if isinstance(self.algorithm, AsyncModelAverage):
+            self.handle.abort()  # rounds come at any time, and cannot be simulated
 
     def state(self) -> State:
         counts = self.handle.num_steps, self.handle.num_communications
-        return flat_weights(self.ddp).clone(), *counts
+        return flat_weights(self.ddp).clone(), flat_gradients(self.ddp), *counts
 
     def _loss(self) -> torch.Tensor:
         loss: torch.Tensor = self.ddp(_input(self.rank, self.index)).square().mean()
@@ -209,32 +302,44 @@ class OnRank:
             self._loss().backward()
 
     def update(self) -> None:
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
-    def update_one(self) -> None:
+    def update_first(self) -> None:
+        self.optimizers[0].step()
+
+    def update_rank_0(self) -> None:
+        """As GradScaler does where the other rank's gradients are not finite."""
         if self.rank == 0:
             self.update()
-
-    def write(self) -> None:
-        _write(self.ddp)
+        elif isinstance(self.algorithm, LowPrecisionDecentralized):
+            self.handle.settle()  # for which rank 0's update waits
 
     def clear(self) -> None:
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def pause(self) -> None:
         with self.handle.paused(), self.handle.paused():
             self._loss().backward()
 
     def average(self) -> None:
-        self.handle.average()
+        with torch.inference_mode():  # what is made in it cannot be written to outside
+            self.handle.average()
+
+    def resync(self) -> None:
+        if isinstance(self.algorithm, LowPrecisionDecentralized):
+            self.handle.resync()
 
     def save(self) -> None:
         # The handle's first: it may end a step, which moves weights.
-        self.saved = copy.deepcopy((self.handle.state_dict(), self.ddp.state_dict()))
+        parts = [self.handle, self.ddp, *self.optimizers]
+        self.saved = [copy.deepcopy(part.state_dict()) for part in parts]
 
     def load(self) -> None:
-        of_handle, of_ddp = self.saved
-        self.ddp.load_state_dict(of_ddp)
+        of_handle, *others = copy.deepcopy(self.saved)
+        for part, saved in zip([self.ddp, *self.optimizers], others, strict=True):
+            part.load_state_dict(saved)
         self.handle.load_state_dict(of_handle)
 
     def detach(self) -> None:
@@ -243,168 +348,152 @@ class OnRank:
         self.clear()
         self._loss().backward()
         self.update()
-        self.handle = attach(self.ddp, self.optimizer, self.algorithm)
+        self._attach()
 
 
-class Simulated:
-    """All ranks in one process, with plain modules and plain arithmetic."""
+class InOneProcess(Writing):
+    """All ranks, simulated."""
 
-    def __init__(self, algorithm: Decentralized) -> None:
-        self.interval = algorithm.communication_interval
+    def __init__(self, algorithm: Any, script: Script) -> None:
         self.index = 0
-        self.models = [_model() for _ in range(NUM_RANKS)]
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=LR) for m in self.models]
+        self.modules = [_model() for _ in range(NUM_RANKS)]
+        self.optimizers = [
+            _optimizers(algorithm, script.optimizer, model, ReferenceQAdam)
+            for model in self.modules
+        ]
+        self.simulator = simulator_of(algorithm, self.modules, self.optimizers)
+        self.is_ring = isinstance(algorithm, LowPrecisionDecentralized)
         self.losses: list[list[torch.Tensor]] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self.num_steps = self.num_communications = 0
-        self.open_ranks: set[int] = set()  # those whose step has begun and has not ended
-        self.has_run_backward = False
-        # By rank, from a step's begin to its end.
-        self.sent: dict[int, torch.Tensor] = {}
-        self.mean: torch.Tensor | None = None
+        self.is_reducer_ready = False  # DDP reduces in the next backward
 
     def states(self) -> list[State]:
-        counts = self.num_steps, self.num_communications
-        return [(flat_weights(model).clone(), *counts) for model in self.models]
-
-    # ---- Steps ---------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        self.open_ranks, self.has_run_backward = set(range(NUM_RANKS)), False
-        if self.num_steps % self.interval == 0:
-            self.sent = {r: flat_weights(model).clone() for r, model in enumerate(self.models)}
-            self.mean = _mean(self.sent.values())
-            self.num_communications += 1
-        self.num_steps += 1
-
-    def _end_step(self, ranks: Sequence[int] = range(NUM_RANKS)) -> None:
-        """Take over the mean, as before a step's update, and end the step."""
-        for rank in ranks:
-            self.open_ranks.discard(rank)
-            if rank in self.sent:
-                moved = self.mean - self.sent.pop(rank)
-                _assign(self.models[rank], flat_weights(self.models[rank]) + moved)
-
-    def _begin_forward(self) -> bool:
-        """Whether this forward is the first after a backward."""
-        is_first = not self.open_ranks or self.has_run_backward
-        if is_first:
-            self._end_step()
-        return is_first
-
-    # ---- Actions -------------------------------------------------------------------------------
+        counts = self.simulator.num_steps, self.simulator.num_communications
+        return [(flat_weights(m).clone(), flat_gradients(m), *counts) for m in self.modules]
 
     def _losses(self) -> list[torch.Tensor]:
-        return [
-            model(_input(rank, self.index)).square().mean()
-            for rank, model in enumerate(self.models)
-        ]
+        return [m(_input(rank, self.index)).square().mean() for rank, m in enumerate(self.modules)]
 
     def forward(self) -> None:
-        if self._begin_forward():
-            self._open()
-        self.losses.append(self._losses())
+        self._forward(is_training=True)
 
     def forward_in_eval_mode(self) -> None:
-        self._begin_forward()
+        self._forward(is_training=False)
+
+    def _forward(self, is_training: bool) -> None:
+        self.simulator.forward(is_training=is_training)
         self.losses.append(self._losses())
+        self.is_reducer_ready = True
 
     def forget(self) -> None:
         self.losses.clear()
 
     def backward(self) -> None:
-        if not self.open_ranks:
-            self._open()
-        self.has_run_backward = True
-        for losses in zip(*self.losses, strict=True):
-            torch.stack(losses).sum().backward()
+        self.simulator.backward([sum(losses) for losses in zip(*self.losses, strict=True)])
         self.losses.clear()
+        self.is_reducer_ready = False
 
     def evaluate(self) -> None:
         pass
 
     def accumulate(self) -> None:
-        for loss in self._losses():
-            loss.backward()
+        if self.is_reducer_ready:
+            self.simulator.reduce_in(self._losses(), Place.NO_SYNC)
+            self.is_reducer_ready = False
+        else:
+            for loss in self._losses():
+                loss.backward()
 
     def update(self) -> None:
-        self._end_step()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.simulator.update()
 
-    def update_one(self) -> None:
-        self._end_step([0])
-        self.optimizers[0].step()
+    def update_first(self) -> None:
+        self.simulator.update(num_optimizers=1)
 
-    def write(self) -> None:
-        for model in self.models:
-            _write(model)
+    def update_rank_0(self) -> None:
+        self.simulator.update([0])
+        if self.is_ring:
+            self.simulator.settle()
 
     def clear(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        self.simulator.clear()
 
     def pause(self) -> None:
-        self._end_step()
-        self.accumulate()
+        self.simulator.settle()
+        self.simulator.reduce_in(self._losses(), Place.PAUSE)
+        self.is_reducer_ready = False
 
     def average(self) -> None:
-        self._end_step()
-        mean = _mean(flat_weights(model) for model in self.models)
-        for model in self.models:
-            _assign(model, mean)
+        self.simulator.average()
+
+    def resync(self) -> None:
+        if self.is_ring:
+            self.simulator.settle()
+            self.simulator.resync()
 
     def save(self) -> None:
-        self._end_step()
-        self.saved = self.states()
+        self.simulator.settle()
+        of_optimizers = [[o.state_dict() for o in optimizers] for optimizers in self.optimizers]
+        replicas = getattr(self.simulator, "sent", None)
+        self.saved = copy.deepcopy((self.states(), of_optimizers, replicas))
 
     def load(self) -> None:
-        self._end_step()
-        for model, (weights, *counts) in zip(self.models, self.saved, strict=True):
-            _assign(model, weights)
-            self.num_steps, self.num_communications = counts
+        self.simulator.settle()
+        states, of_optimizers, replicas = copy.deepcopy(self.saved)
+        for rank, (weights, _, *counts) in enumerate(states):
+            assign(self.modules[rank], weights)
+            self.simulator.num_steps, self.simulator.num_communications = counts
+            for optimizer, saved in zip(self.optimizers[rank], of_optimizers[rank], strict=True):
+                optimizer.load_state_dict(saved)
+        if replicas is not None:
+            self.simulator.sent = replicas
 
     def detach(self) -> None:
         self.average()
         self.clear()
-        self.accumulate()
-        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
-            mean = _mean(parameter.grad for parameter in parameters)
-            for parameter in parameters:
-                parameter.grad = mean.clone()
-        self.update()
-        self._begin()
+        for loss in self._losses():
+            loss.backward()
+        self.simulator.reduce_exactly()
+        for optimizers in self.optimizers:
+            for optimizer in optimizers:
+                optimizer.step()
+        self.simulator.attach()
+        self.is_reducer_ready = False
 
 
-def _mean(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(values)).mean(0)
+# ---- Running them --------------------------------------------------------------------------------
 
 
-def _assign(model: torch.nn.Module, weights: torch.Tensor) -> None:
-    torch.nn.utils.vector_to_parameters(weights.detach().clone(), model.parameters())
+def _run(rank: int, algorithm: Any, scripts: Sequence[Script]) -> list[list[State]]:
+    """The states of a rank after each action of each script."""
+    states = []
+    gc.freeze()  # else `attach`, which looks at all objects for DDP modules, takes most of the time
+    for script in scripts:
+        loop = OnRank(rank, algorithm, script)
+        states.append(_follow(loop, script, loop.state))
+        loop.handle.detach()
+    gc.unfreeze()
+    return states
 
 
-def _follow(loop: Any, script: Sequence[str], note: Callable[[], Any]) -> list[Any]:
-    """Do a script's actions; what is noted after each."""
+def _follow(loop: Any, script: Script, note: Any) -> list[Any]:
     notes = []
-    for index, name in enumerate(script):
+    for index, name in enumerate(script.actions):
         loop.index = index
         getattr(loop, name)()
         notes.append(note())
     return notes
 
 
-def run_script(rank: int, algorithm: Any, script: Sequence[str]) -> list[State]:
-    """The states of a rank after each action of a script."""
-    loop = OnRank(rank, algorithm)
-    states: list[State] = _follow(loop, script, loop.state)
-    loop.handle.detach()
-    return states
-
-
-def simulate(algorithm: Any, script: Sequence[str]) -> list[list[State]]:
-    """The states of all ranks after each action of a script, by action."""
-    loop = Simulated(algorithm)
-    return _follow(loop, script, loop.states)
+def check(ranks: Ranks, algorithm: Any, num_scripts: int = 12) -> None:
+    """Weights, gradients and counts are the simulator's after each action, whatever a loop does."""
+    scripts = [_for_algorithm(algorithm, script) for script in draw_scripts(num_scripts)]
+    by_rank = ranks.run(_run, algorithm, scripts)
+    for number, script in enumerate(scripts):
+        loop = InOneProcess(algorithm, script)
+        for index, expected_by_rank in enumerate(_follow(loop, script, loop.states)):
+            for rank, expected in enumerate(expected_by_rank):
+                found = by_rank[rank][number][index]
+                done = f"rank {rank}, {script.optimizer}, after {script.actions[: index + 1]}"
+                assert found[2:] == expected[2:], done
+                assert torch.allclose(found[0], expected[0], rtol=1e-7, atol=1e-9), done
+                assert torch.allclose(found[1], expected[1], rtol=1e-7, atol=1e-9), done

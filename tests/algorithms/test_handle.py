@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
+import os
 import pickle
+import re
+import signal
 import threading
 import time
 import weakref
@@ -21,24 +25,34 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt import _torch
-from ddpopt.algorithms import Algorithm, ByteGrad, Decentralized, Handle, attach
+from ddpopt.algorithms import (
+    Algorithm,
+    ByteGrad,
+    Decentralized,
+    Handle,
+    LowPrecisionDecentralized,
+    QAdam,
+    QAdamOptimizer,
+    attach,
+)
 from ddpopt.algorithms.handle import BackgroundHandle
-from ddpopt.errors import AttachError
+from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.planning import tuner
 from tests.algorithms import step_machine
-from tests.support.algorithms import (
-    ALGORITHMS,
-    FLAT,
-    attached_mlp,
-    flat_weights,
-    lose_rank_1,
-    optimizer_for,
-)
+from tests.support.algorithms import ALGORITHMS, FLAT, Trial, X, flat_weights, inputs_of
+from tests.support.beside import compiled
 from tests.support.documents import blocks
-from tests.support.groups import first_ranks
 from tests.support.logs import logged
-from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import MakeRanks, Ranks, error_of
+from tests.support.models import MLP
+from tests.support.on_ranks import gather, on_ranks
+from tests.support.ranks import MakeRanks, Ranks
+
+
+def _gather_equal(values: torch.Tensor) -> bool:
+    """Whether all ranks have the same."""
+    first, *others = gather(values)
+    return all(torch.equal(first, other) for other in others)
+
 
 # ---- what a step is ---------------------------------------------------------------------------
 
@@ -48,79 +62,47 @@ from tests.support.ranks import MakeRanks, Ranks, error_of
 )
 def test_steps_go_as_in_the_simulator(ranks: Ranks, options: dict[str, Any]) -> None:
     """Weights and counts are those of plain arithmetic, whatever a loop does, after each action."""
-    algorithm = Decentralized(hierarchical=False, **options)
-    for script in step_machine.draw_scripts(12):
-        expected = step_machine.simulate(algorithm, script)
-        for rank, states in enumerate(ranks.run(step_machine.run_script, algorithm, script)):
-            for action, (weights, *counts) in enumerate(states):
-                done = f"rank {rank} after {script[: action + 1]}"
-                expected_weights, *expected_counts = expected[action][rank]
-                assert counts == expected_counts, done
-                assert torch.allclose(weights, expected_weights, rtol=1e-9), done
+    step_machine.check(ranks, Decentralized(hierarchical=False, **options))
 
 
-def _train_in_eval(rank: int, name: str) -> torch.Tensor:
-    """Train in eval mode, as with a frozen batch norm, beside evaluations without `no_grad`."""
-    ddp, optimizer, handle = attached_mlp(ALGORITHMS[name])
-    ddp.eval()
-    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
-        ddp(x)
-        assert handle.num_steps == step - 1
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        assert handle.num_steps == step
-    end_s = time.monotonic() + 60
-    while not handle.num_communications and time.monotonic() < end_s:  # in the background
-        time.sleep(0.001)
-    assert handle.num_communications > 0
-    handle.detach()
-    return flat_weights(ddp)
-
-
+@on_ranks(2)
 @pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_backward_in_eval_mode_makes_a_step(ranks: Ranks, name: str) -> None:
-    """An evaluation that forgot `no_grad` makes none."""
-    assert torch.equal(*ranks.run(_train_in_eval, name))
+def test_a_backward_in_eval_mode_makes_a_step(rank: int, name: str) -> None:
+    """As with a frozen batch norm. An evaluation that forgot `no_grad` makes none."""
+    trial = Trial(ALGORITHMS[name])
+    trial.ddp.eval()
+    for step, x in enumerate(inputs_of(rank, 3)):
+        trial.ddp(x)
+        assert trial.handle.num_steps == step
+        trial.step(x)
+        assert trial.handle.num_steps == step + 1
+    end_s = time.monotonic() + 60
+    while not trial.handle.num_communications and time.monotonic() < end_s:  # in the background
+        time.sleep(0.001)
+    assert trial.handle.num_communications > 0
+    trial.handle.detach()
+    assert _gather_equal(trial.weights)
 
 
 @pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_joins_forwards_are_refused(one_rank: None, name: str) -> None:
     """In it, an algorithm would not take part on a rank without inputs."""
-    ddp, _, handle = attached_mlp(ALGORITHMS[name])
-    with pytest.raises(AttachError, match=rf"{name} cannot work in DDP's join\(\)"), ddp.join():
-        ddp(torch.ones(2, WIDTH))
-    handle.detach()
+    trial = Trial(ALGORITHMS[name])
+    with pytest.raises(AttachError, match=rf"{name} .*join\(\)"), trial.ddp.join():
+        trial.ddp(X)
+    trial.handle.detach()
 
 
-def _two_optimizers(rank: int) -> tuple[bool, str]:
-    """One optimizer for each layer is as one for both; a closure is refused."""
-    results = []
-    for is_one in (True, False):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(MLP(2))
-        parts = [ddp] if is_one else list(ddp.module.layers)
-        groups = [list(part.parameters()) for part in parts]
-        optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
-        handle = attach(ddp, optimizers, FLAT)
-        for x in batches(rank, [(4, WIDTH)] * 3):
-            ddp(x).pow(2).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert handle.num_steps == 3
-        error = error_of(lambda: optimizers[0].step(lambda: 0.0))  # noqa: B023  # called at once
-        handle.detach()
-        results.append(flat_weights(ddp))
-    return torch.equal(*results), error
-
-
-def test_several_optimizers_make_one_step_and_closures_are_refused(ranks: Ranks) -> None:
-    for is_equal, error in ranks.run(_two_optimizers):
-        assert is_equal
-        assert error.startswith("OptionError: Decentralized cannot work with a closure")
+def test_several_optimizers_make_one_step_and_closures_are_refused(one_rank: None) -> None:
+    trial = Trial(make_optimizers=lambda m: [torch.optim.SGD(p.parameters()) for p in m.layers])
+    trial.train([X] * 3)
+    assert trial.handle.num_steps == 3
+    for arguments, options in (([lambda: 0.0], {}), ([], {"closure": lambda: 0.0})):
+        with pytest.raises(OptionError, match="closure"):
+            trial.optimizer.step(*arguments, **options)
+    trial.handle.detach()
 
 
 class Watching(Handle):
@@ -162,47 +144,39 @@ class Nested(MLP):
         return x
 
 
-def _end_backwards(rank: int, is_static: bool, is_recomputed: bool) -> None:
-    """Each backward ends once, when all gradients are those of DDP; one that raises never does."""
-    torch.manual_seed(0)
-    module = Nested(is_recomputed)
-    ddp = DistributedDataParallel(module, bucket_cap_mb=0.005, static_graph=is_static)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, Watched())
-    for step, x in enumerate(batches(rank, [(4, WIDTH)] * 3), 1):
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        assert len(handle.ends) == step
-        expected = [p.grad for p in ddp.parameters() if p.grad is not None]
-        assert len(handle.ends[-1]) == len(expected) == 8
-        assert all(map(torch.equal, handle.ends[-1], expected))
-        optimizer.step()
-    loss = ddp(x).square().mean()
-    first = ddp.module.layers[0].weight.register_hook(lambda _: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        loss.backward()
-    first.remove()
-    assert len(handle.ends) == 3
-    handle.detach(average=False)
-
-
+@on_ranks(2)
+@pytest.mark.quick("dynamic-recomputed", "static-plain")
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 def test_a_backward_ends_once_when_all_gradients_are_final(
-    make_ranks: MakeRanks, is_static: bool, is_recomputed: bool
+    rank: int, is_static: bool, is_recomputed: bool
 ) -> None:
-    make_ranks().run(_end_backwards, is_static, is_recomputed)
+    """One that raises never ends."""
+    trial = Trial(Watched(), Nested(is_recomputed), bucket_cap_mb=0.005, static_graph=is_static)
+    for step, x in enumerate(inputs_of(rank, 3), 1):
+        trial.backward(x)
+        assert len(trial.handle.ends) == step
+        expected = [p.grad for p in trial.model.parameters() if p.grad is not None]
+        assert len(trial.handle.ends[-1]) == len(expected) == 8
+        assert all(map(torch.equal, trial.handle.ends[-1], expected))
+        trial.optimizer.step()
+    hook = trial.model.layers[0].weight.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        trial.backward(x)
+    hook.remove()
+    assert len(trial.handle.ends) == 3
+    trial.handle.detach(average=False)
 
 
 # ---- attach and detach ------------------------------------------------------------------------
 
 
-def _is_collected(rank: int) -> tuple[bool, list[str]]:
-    ddp, optimizer, handle = attached_mlp(FLAT)
-    ddp(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    weak = weakref.ref(ddp)
-    del ddp, handle  # the optimizer stays
+@on_ranks(2)
+def test_a_model_that_is_dropped_takes_its_algorithm_and_thread_along(rank: int) -> None:
+    trial = Trial()
+    trial.step()
+    optimizer, weak = trial.optimizer, weakref.ref(trial.ddp)
+    del trial
     for _ in range(10_000):
         gc.collect()  # again: the thread may have been at work in the first
         # Not the thread of the group, which makes meetings and stays as long as that.
@@ -210,273 +184,242 @@ def _is_collected(rank: int) -> tuple[bool, list[str]]:
         if not names:
             break
         time.sleep(0.01)
-    return weak() is None, names
+    assert weak() is None
+    assert not names
+    assert optimizer.param_groups  # it has stayed
+    gather(None)  # nobody goes before the others' collectives have ended
 
 
-def test_a_model_that_is_dropped_takes_its_algorithm_and_thread_along(ranks: Ranks) -> None:
-    assert ranks.run(_is_collected) == [(True, []), (True, [])]
+# Algorithms, ranks, and the steps after which a checkpoint is saved.
+RESUMED: dict[str, tuple[Any, int, int]] = {
+    "Decentralized": (Decentralized(hierarchical=False, communication_interval=2), 2, 3),
+    "QAdam-warm-up": (QAdam(hierarchical=False), 2, 2),
+    "QAdam-end": (QAdam(hierarchical=False), 2, 4),
+    "QAdam-later": (QAdam(hierarchical=False), 2, 6),
+    "LowPrecision": (LowPrecisionDecentralized(local_world_size=2), 4, 2),
+}
 
 
-def _save_and_load(rank: int) -> tuple[bool, list[str]]:
-    """Training goes on bitwise from checkpoints; a state of something else is refused."""
-    algorithm = Decentralized(communication_interval=2, hierarchical=False)
-    ddp, optimizer, handle = attached_mlp(algorithm)
-    inputs = batches(rank, [(4, WIDTH)] * 6)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [(num_ranks, name) for name, (_, num_ranks, _) in RESUMED.items()]
+)
+def test_a_checkpoint_of_each_rank_continues_it_bitwise(
+    rank: int, num_ranks: int, name: str
+) -> None:
+    algorithm, _, at_step = RESUMED[name]
+    inputs = inputs_of(rank, 8)
 
-    def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, xs: list[torch.Tensor]) -> None:
-        for x in xs:
-            optimizer.zero_grad()
-            ddp(x).pow(2).sum().backward()
-            optimizer.step()
+    def make() -> tuple[Trial, dict[str, Any]]:
+        # Two layers, without biases: DDP forms its buckets anew in the second step of a process.
+        trial = Trial(algorithm, MLP(2, bias=False), make_optimizers=optimizer_of)
+        parts = {"model": trial.ddp, "optimizer": trial.optimizer, "handle": trial.handle}
+        return trial, parts
 
-    train(ddp, optimizer, inputs[:3])
+    def optimizer_of(model: nn.Module) -> Any:
+        if isinstance(algorithm, QAdam):
+            return QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=4)
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    trial, parts = make()
+    trial.train(inputs[:at_step])
     file = io.BytesIO()
-    torch.save([ddp.state_dict(), optimizer.state_dict(), handle.state_dict()], file)
-    train(ddp, optimizer, inputs[3:])
-    expected = flat_weights(ddp)
-    handle.detach()
-
+    torch.save({part: value.state_dict() for part, value in parts.items()}, file)
     file.seek(0)
-    weights, momenta, state = torch.load(file, weights_only=True)
-    resumed, optimizer, handle = attached_mlp(algorithm)
-    resumed.load_state_dict(weights)
-    optimizer.load_state_dict(momenta)
-    handle.load_state_dict(state)
-    train(resumed, optimizer, inputs[3:])
-    is_equal = torch.equal(flat_weights(resumed), expected)
-    errors = [
-        error_of(lambda: handle.load_state_dict({**state, "algorithm": "ByteGrad"})),
-        error_of(lambda: handle.load_state_dict({**state, "num_steps": -rank})),
-        error_of(lambda: handle.load_state_dict({**state, "num_steps": 3 + rank})),
-        error_of(lambda: handle.load_state_dict(None)),  # type: ignore[arg-type]
-    ]
+    trial.train(inputs[at_step:])
+    expected = trial.weights, trial.counts
+    trial.handle.detach(average=False)
+    resumed, parts = make()
+    for part, state in torch.load(file, weights_only=True).items():
+        parts[part].load_state_dict(state)
+    resumed.train(inputs[at_step:])
+    assert torch.equal(resumed.weights, expected[0])
+    assert resumed.counts == expected[1]
+    resumed.handle.detach(average=False)
+
+
+@on_ranks(2)
+def test_a_state_of_something_else_is_refused_on_all_ranks(rank: int) -> None:
+    handle = Trial().handle
+    state = handle.state_dict()
+    for bad, error, names in (
+        ({**state, "algorithm": "ByteGrad"}, OptionError, "rank 0: .*'ByteGrad'"),
+        ({**state, "num_steps": -rank}, OptionError, "rank 1: .*'num_steps' is -1"),
+        ({**state, "num_steps": 3 + rank}, AttachError, "num_steps is 4"),
+        (None, TypeError, "NoneType"),
+    ):
+        with pytest.raises(error, match=names):
+            handle.load_state_dict(bad)
     handle.detach()
-    return is_equal, errors
 
 
-def test_a_checkpoint_of_each_rank_continues_it_bitwise(ranks: Ranks) -> None:
-    for is_equal, errors in ranks.run(_save_and_load):
-        assert is_equal
-        assert errors[0].startswith("OptionError: on rank 0: the state's 'algorithm' is 'ByteGrad'")
-        assert errors[1].startswith("OptionError: on rank 1: the state's 'num_steps' is -1")
-        assert errors[2].startswith("AttachError: rank 1 differs from rank 0: num_steps is 4")
-        assert errors[3].startswith("TypeError: on rank 0: a state is a dict")
-
-
-def _load_in_an_open_step(rank: int, name: str) -> bool:
-    """After a loss that is NaN a checkpoint is loaded, before the update."""
-    ddp, optimizer, handle = attached_mlp(ALGORITHMS[name])
-    x = batches(rank, [(4, WIDTH)])[0]
-    for _ in range(2):
-        ddp(x).sum().backward()
-        optimizer.step()
-    with handle.paused():
-        weights, state = copy.deepcopy(ddp.state_dict()), handle.state_dict()
-    ddp(x).sum().backward()
-    ddp.load_state_dict(weights)
-    handle.load_state_dict(state)
-    loaded = torch.cat([values.flatten() for values in weights.values()])
-    is_equal = torch.equal(flat_weights(ddp), loaded)
-    handle.detach()
-    return is_equal
-
-
+@on_ranks(2)
 @pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ["Decentralized", "LowPrecisionDecentralized"])
-def test_a_checkpoint_that_is_loaded_in_an_open_step_is_not_averaged(
-    ranks: Ranks, name: str
-) -> None:
-    assert ranks.run(_load_in_an_open_step, name) == [True, True]
+def test_a_checkpoint_that_is_loaded_in_an_open_step_is_not_averaged(rank: int, name: str) -> None:
+    """As after a loss that is NaN, before the update."""
+    trial = Trial(ALGORITHMS[name])
+    trial.train(inputs_of(rank, 2))
+    with trial.handle.paused():
+        weights, state = copy.deepcopy(trial.ddp.state_dict()), trial.handle.state_dict()
+        saved = trial.weights
+    trial.backward(inputs_of(rank, 1)[0])
+    trial.ddp.load_state_dict(weights)
+    trial.handle.load_state_dict(state)
+    assert torch.equal(trial.weights, saved)
+    trial.handle.detach()
 
 
-def _copy(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies and pickles train by themselves, as plain DDP does, and can get an algorithm."""
-    ddp, optimizer, handle = attached_mlp()
-    x = batches(rank, [(4, WIDTH)])[0]
-    ddp(x).square().mean().backward()
-    optimizer.step()
-    copy.deepcopy(ddp.module)
-    torch.save(ddp.module, io.BytesIO())
-    copied, pickled = copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))
-    for other in (copied, pickled):
+@on_ranks(2)
+def test_copies_and_pickles_leave_the_algorithm_behind(rank: int) -> None:
+    """They train by themselves, as plain DDP does, and can get an algorithm."""
+    trial = Trial()
+    (x,) = inputs_of(rank, 1)
+    trial.step(x)
+    copy.deepcopy(trial.model)
+    torch.save(trial.model, io.BytesIO())
+    for other in (copy.deepcopy(trial.ddp), pickle.loads(pickle.dumps(trial.ddp))):
         other.zero_grad()
         other(x).square().mean().backward()
-        assert other.module.layers[0].weight.grad is not None
-    assert handle.num_steps == 1
-    gradient = torch.cat([p.grad.flatten() for p in copied.parameters()])
-    again = attach(copied, torch.optim.SGD(copied.parameters(), lr=0.1), FLAT)
-    copied(x).square().mean().backward()
-    assert (again.num_steps, handle.num_steps) == (1, 1)
-    again.detach()
-    handle.detach()
-    return gradient, torch.cat([p.grad.flatten() for p in pickled.parameters()])
-
-
-def test_copies_and_pickles_leave_the_algorithm_behind(ranks: Ranks) -> None:
-    (copied, pickled), others = ranks.run(_copy)
-    assert torch.equal(copied, pickled)
-    assert all(torch.equal(copied, other) for other in others)
+        assert _gather_equal(torch.cat([p.grad.flatten() for p in other.parameters()]))
+        again = attach(other, torch.optim.SGD(other.parameters()), FLAT)
+        other(x).square().mean().backward()
+        assert again.num_steps == 1
+        again.detach()
+    assert trial.handle.num_steps == 1
+    trial.handle.detach()
 
 
 # ---- an algorithm that a user writes ------------------------------------------------------------
 
 
-def _train_by_the_page(rank: int, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Run the page's algorithm, and go on from a state that it saved between two exchanges."""
+@on_ranks(2)
+def test_the_algorithm_of_the_page_equals_plain_python(rank: int) -> None:
+    """docs/your-algorithm.md has it; it goes on bitwise from what it saved between exchanges."""
     page = next(b for b in blocks("docs/your-algorithm.md") if b.language == "python")
     namespace: dict[str, Any] = {}
     exec(page.text, namespace)
     algorithm = namespace["LocalMomentum"](interval=2, momentum=0.5, lr=0.7)
-    ddp, optimizer, handle = attached_mlp(algorithm)
+    trial = Trial(algorithm)
+    inputs = [inputs_of(r, 6) for r in range(2)]
+    models = [copy.deepcopy(trial.model) for _ in range(2)]
+    start, momentum = trial.weights, torch.zeros_like(trial.weights)
     saved: list[Any] = []
-    for k, x in enumerate(inputs[rank]):
-        if k == 3:
-            saved = copy.deepcopy([ddp.state_dict(), handle.state_dict()])
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        optimizer.step()
-    trained = flat_weights(ddp)
-    handle.detach()
-    resumed, optimizer, handle = attached_mlp(algorithm)
-    resumed.load_state_dict(saved[0])
-    handle.load_state_dict(saved[1])
-    for x in inputs[rank][3:]:
-        optimizer.zero_grad()
-        resumed(x).square().mean().backward()
-        optimizer.step()
-    handle.detach(average=False)
-    return [trained, flat_weights(resumed)]
-
-
-def test_the_algorithm_of_the_page_equals_plain_python(ranks: Ranks) -> None:
-    """docs/your-algorithm.md has it; it goes on bitwise from what it saved."""
-    inputs = [batches(rank, [(4, WIDTH)] * 6) for rank in range(2)]
-    torch.manual_seed(0)
-    models = [MLP(2)]
-    models.append(copy.deepcopy(models[0]))
-    start, momentum = flat_weights(models[0]), torch.zeros(2 * (WIDTH + 1) * WIDTH)
     for step in range(6):
-        for model, inputs_of_rank in zip(models, inputs, strict=True):
+        if step == 3:
+            saved = copy.deepcopy([trial.ddp.state_dict(), trial.handle.state_dict()])
+        trial.step(inputs[rank][step])
+        for model, of_rank in zip(models, inputs, strict=True):
             model.zero_grad()
-            model(inputs_of_rank[step]).square().mean().backward()
+            model(of_rank[step]).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         if step % 2:
             momentum = 0.5 * momentum + sum(flat_weights(model) - start for model in models) / 2
             start = start + 0.7 * momentum
             for model in models:
                 nn.utils.vector_to_parameters(start.clone(), model.parameters())
-    for trained, resumed in ranks.run(_train_by_the_page, inputs):
-        torch.testing.assert_close(trained, start)
-        assert torch.equal(trained, resumed)
+    torch.testing.assert_close(trial.weights, start)
+    trained = trial.weights
+    trial.handle.detach()
+    resumed = Trial(algorithm)
+    resumed.ddp.load_state_dict(saved[0])
+    resumed.handle.load_state_dict(saved[1])
+    resumed.train(inputs[rank][3:])
+    assert torch.equal(resumed.weights, trained)
+    resumed.handle.detach(average=False)
 
 
 # ---- after detach -------------------------------------------------------------------------------
 
 
-def _after_detach(rank: int, is_detached: bool) -> tuple[bool, list[Any], str, str]:
-    """Whether DDP has a comm hook, its states, the explanation, and why buckets stay."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(4), bucket_cap_mb=0.02)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, ByteGrad(hierarchical=False))
-    if is_detached:
-        handle.detach()
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    for x in batches(rank, [(4, WIDTH)] * 3):
-        optimizer.zero_grad()
-        compiled(x).square().mean().backward()
-        optimizer.step()
-    has_hook = _torch.has_comm_hook(ddp)
-    states = [type(hook_state).__name__ for hook_state in _torch.hook_states(ddp)]
-    explained, obstacle = str(ddpopt.explain(ddp)), tuner._find_lasting_obstacle(ddp, "auto")
-    handle.detach()
-    return has_hook, states, explained, obstacle
-
-
-def test_after_detach_nothing_says_that_there_is_a_comm_hook(ranks: Ranks) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_after_detach_nothing_says_that_there_is_a_comm_hook(is_detached: bool) -> None:
     """Better buckets are looked for again, as the hook that stays only runs DDP's allreduce."""
-    for has_hook, states, explained, obstacle in ranks.run(_after_detach, False):
-        assert has_hook
-        assert states == ["BucketReduction"]
-        assert "comm hook" in explained
-        assert "comm hook" in obstacle
-    for has_hook, states, explained, obstacle in ranks.run(_after_detach, True):
-        assert not has_hook
-        assert not states
-        assert "hook" not in explained
-        assert not obstacle
+    trial = Trial(ByteGrad(hierarchical=False), MLP(4), bucket_cap_mb=0.02)
+    if is_detached:
+        trial.handle.detach()
+    trial.run = compiled(trial.ddp, buckets="auto")
+    trial.train([X] * 3)
+    states = [type(hook_state).__name__ for hook_state in _torch.hook_states(trial.ddp)]
+    assert states == ([] if is_detached else ["BucketReduction"])
+    assert _torch.has_comm_hook(trial.ddp) != is_detached
+    assert ("comm hook" in str(ddpopt.explain(trial.ddp))) != is_detached
+    assert ("comm hook" in tuner._find_lasting_obstacle(trial.ddp, "auto")) != is_detached
+    trial.handle.detach()
 
 
 # ---- compiled ---------------------------------------------------------------------------------
 
 
-def _compiled(rank: int, algorithm: Any, split: str) -> tuple[bool, int, int]:
-    """Return whether it equals eager training, and the graphs with and without the algorithm."""
-    weights, graphs = [], []
-    for is_compiled, is_attached in ((False, True), (True, True), (True, False)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        count = [0]
-
-        def inner(gm: Any, inputs: Any, count: list[int] = count) -> Any:
-            count[0] += 1
-            return gm
-
-        ddp = DistributedDataParallel(MLP(4), bucket_cap_mb=0.03)
-        options = {"inner": inner if split == "forward" else "aot_eager", "split": split}
-        forward = torch.compile(ddp, backend="ddpopt", options=options) if is_compiled else ddp
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        handle = attach(forward, optimizer, algorithm) if is_attached else None
-        for x in batches(rank, [(8, WIDTH)] * 4):
-            optimizer.zero_grad()
-            forward(x).pow(2).mean().backward()
-            optimizer.step()
-        sections = len(ddpopt.explain(ddp).to_dict()["graphs"]) if is_compiled else 0
-        graphs.append(count[0] + sections)
-        weights.append(flat_weights(ddp))
-        if handle is not None:
-            handle.detach(average=False)
-    return torch.equal(weights[0], weights[1]), graphs[1], graphs[2]
+def _unique_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.quick("decentralized-forward")
+@on_ranks(2)
+@pytest.mark.quick("Decentralized-forward", "ByteGrad-backward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
-@pytest.mark.parametrize("algorithm", [FLAT, Watched()], ids=["decentralized", "allreduce"])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_compiled_training_equals_eager_and_attaching_makes_no_graphs(
-    ranks: Ranks, algorithm: Any, split: str
+    rank: int, name: str, split: str
 ) -> None:
-    """Weights are bitwise equal; what is counted are graphs, and calls of the inner compiler."""
-    for is_equal, attached, alone in ranks.run(_compiled, algorithm, split):
-        assert is_equal
-        assert attached == alone
+    def make() -> Trial:
+        trial = Trial(ALGORITHMS[name], MLP(4, bias=False), bucket_cap_mb=0.03)
+        if name == "AsyncModelAverage":
+            trial.handle.abort()  # local steps, so that both can be compared
+        return trial
+
+    expected = make().train(inputs_of(rank, 4))
+    num_graphs = []
+    for is_attached in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trial = make()
+        if not is_attached:
+            trial.handle.detach()
+        trial.run = compiled(trial.ddp, split=split)
+        found = trial.train(inputs_of(rank, 4))
+        if is_attached:
+            # Gradients of a matrix product in another order may be another code.
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        num_graphs.append((_unique_graphs(), len(ddpopt.explain(trial.ddp).to_dict()["graphs"])))
+    assert num_graphs[0] == num_graphs[1]
+    assert min(num_graphs[0]) > 0
 
 
 # ---- a rank that dies -------------------------------------------------------------------------
 
 
-def _die(rank: int, algorithm: Any) -> str:
-    group = first_ranks(2, 20)
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2), process_group=group)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, algorithm)
+def _lose_rank_1(rank: int, algorithm: Any) -> str:
+    """Kill rank 1 before its third step, and return what that raises on the others."""
+    trial = Trial(algorithm, timeout_s=20)
+    try:
+        for index in range(4):
+            if (rank, index) == (1, 2):  # in the second forward DDP itself communicates, once
+                os.kill(os.getpid(), signal.SIGKILL)
+            trial.step()
+    except PeerError as error:
+        trial.handle.detach(average=False)
+        return str(error)
+    return "nothing"
 
-    def step() -> None:
-        optimizer.zero_grad()
-        ddp(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
 
-    return lose_rank_1(rank, handle, step)
-
-
-@pytest.mark.parametrize("selection", ["all", "shift_one"])
-def test_a_rank_that_dies_makes_the_other_fail_clearly(
-    selection: str, make_ranks: MakeRanks
+@pytest.mark.parametrize(
+    ("num_ranks", "algorithm", "doing"),
+    [
+        (2, FLAT, "averaging weights in step 3 "),
+        (2, Decentralized(peer_selection="shift_one", hierarchical=False), "averaging weights in"),
+        (3, ALGORITHMS["LowPrecisionDecentralized"], "exchanging compressed weights in step [23] "),
+        (3, ALGORITHMS["ByteGrad"], "reducing gradients in step [234] "),
+    ],
+)
+def test_a_rank_that_dies_makes_the_others_fail_clearly(
+    num_ranks: int, algorithm: Any, doing: str, make_ranks: MakeRanks
 ) -> None:
-    algorithm = Decentralized(peer_selection=selection, hierarchical=False)
-    error = make_ranks().run_survivors([0], _die, algorithm)[0]
-    assert error.startswith("averaging weights in step 3 failed: another rank has ")
+    survivors = {0, num_ranks - 1} - {1}
+    errors = make_ranks(num_ranks).run_survivors(survivors, _lose_rank_1, algorithm)
+    for error in errors.values():
+        assert re.match(f"{doing}.*another rank has ", error)
 
 
 # ---- in the background -------------------------------------------------------------------------
@@ -501,55 +444,53 @@ def test_a_failure_in_the_background_is_raised_by_that_backward(
     one_rank: None, static_graph: bool
 ) -> None:
     """Each backward raises it, a static graph's first too, whose buckets do not tell the last."""
-    ddp = DistributedDataParallel(MLP(2), static_graph=static_graph)
-    optimizer = torch.optim.SGD(ddp.parameters())
-    handle = attach(ddp, optimizer, _Failing())
+    trial = Trial(_Failing(), static_graph=static_graph)
     for _ in range(3):
-        loss = ddp(torch.ones(2, WIDTH)).sum()
         with pytest.raises(ArithmeticError, match="bucket 0"):
-            loss.backward()
-    handle.detach()
+            trial.backward()
+    trial.handle.detach()
 
 
-def _unfreeze(rank: int) -> torch.Tensor:
-    """A layer that DDP reduces is frozen at `attach` only."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2))
+# ---- parameters that are frozen, unfrozen or empty ---------------------------------------------
+
+
+@on_ranks(2)
+def test_a_layer_that_is_unfrozen_later_is_averaged_too(rank: int) -> None:
+    """DDP reduces it, and it is frozen at `attach` only."""
+    model = MLP(2)
+    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    ddp.module.layers[0].requires_grad_(False)
+    model.layers[0].requires_grad_(False)
     handle = attach(ddp, optimizer, FLAT)
-    ddp.module.layers[0].requires_grad_(True)
-    for x in batches(rank, [(4, WIDTH)] * 2):
+    model.layers[0].requires_grad_(True)
+    for x in inputs_of(rank, 2):
         optimizer.zero_grad()
         ddp(x).square().sum().backward()
         optimizer.step()
     handle.detach()
-    return flat_weights(ddp)
+    assert _gather_equal(flat_weights(ddp))
 
 
-def test_a_layer_that_is_unfrozen_later_is_averaged_too(ranks: Ranks) -> None:
-    assert torch.equal(*ranks.run(_unfreeze))
-
-
-@pytest.mark.quick("ByteGrad")
-@pytest.mark.parametrize("name", ["ByteGrad", "QAdam", "Decentralized"])
-def test_a_layer_that_is_unfrozen_before_attach_is_averaged_or_named(
-    one_rank: None, name: str
-) -> None:
-    """DDP does not reduce it, which those that average weights need not."""
-    algorithm, module = ALGORITHMS[name], MLP(2)
-    module.layers[0].weight.requires_grad_(False)
-    ddp = DistributedDataParallel(module)
-    module.layers[0].weight.requires_grad_(True)
-    handle = attach(ddp, optimizer_for(algorithm, ddp.parameters()), algorithm)
+@pytest.mark.parametrize("name", ["ByteGrad", "Decentralized", "Decentralized, later"])
+def test_a_layer_that_is_unfrozen_is_averaged_or_named_once(one_rank: None, name: str) -> None:
+    """DDP does not reduce it. Those that average weights need not mind, unless it was too late."""
+    name, _, is_late = name.partition(", ")
+    model = MLP(2)
+    weight = model.layers[0].weight.requires_grad_(False)
+    make_sgd = functools.partial(torch.optim.SGD, model.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(model)
+    weight.requires_grad_(not is_late)
+    handle = attach(ddp, make_sgd(), ALGORITHMS[name])
     with logged("warning") as lines:
-        ddp(torch.ones(2, WIDTH)).sum().backward()
+        for step in range(3):
+            weight.requires_grad_(not is_late or step > 0)
+            ddp(X).sum().backward()
     handle.detach()
-    if name == "Decentralized":
-        assert not lines
-    else:
+    if name == "ByteGrad" or is_late:
         (line,) = lines
-        assert line.startswith("layers.0.weight was unfrozen, and each rank trains its own")
+        assert line.startswith("layers.0.weight ")
+    else:
+        assert not lines
 
 
 class WithEmpty(nn.Module):
@@ -567,37 +508,8 @@ class WithEmpty(nn.Module):
 @pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_parameter_without_elements_is_left_alone(one_rank: None, name: str) -> None:
-    algorithm, ddp = ALGORITHMS[name], DistributedDataParallel(WithEmpty())
-    optimizer = optimizer_for(algorithm, ddp.parameters())
-    handle = attach(ddp, optimizer, algorithm)
-    before = flat_weights(ddp.module.mlp)
-    for _ in range(2):
-        optimizer.zero_grad()
-        ddp(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-    handle.detach()
-    assert not torch.equal(flat_weights(ddp.module.mlp), before)
-
-
-def _unfreeze_unknown(rank: int) -> list[str]:
-    """A layer was frozen when DDP was made."""
-    module = MLP(3)
-    for layer in (0, 1):
-        module.layers[layer].weight.requires_grad_(False)
-    ddp = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, FLAT)
-    with logged("warning") as lines:
-        for step in range(3):
-            module.layers[0].weight.requires_grad_(step > 0)
-            ddp(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.step()
-    handle.detach()
-    return lines
-
-
-def test_an_unfrozen_parameter_that_ddp_does_not_reduce_is_named_once(ranks: Ranks) -> None:
-    for lines in ranks.run(_unfreeze_unknown):
-        (line,) = lines
-        assert line.startswith("layers.0.weight was unfrozen, and each rank trains its own")
-        assert "make DDP anew" in line
+    trial = Trial(ALGORITHMS[name], WithEmpty())
+    before = trial.weights
+    trial.train([X] * 2)
+    trial.handle.detach()
+    assert not torch.equal(trial.weights, before)

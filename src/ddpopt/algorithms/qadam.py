@@ -198,7 +198,9 @@ class QAdamHandle(BackgroundHandle):
         self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        if self._num_pauses:  # no update follows that would use momenta
+        # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
+        # `no_grad`, had no backward. What follows, if not in a pause, is a backward that reduces.
+        if self._num_pauses or not self.training.ddp.require_backward_grad_sync:
             return self.groups.ddp.mean_bucket(bucket)
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
