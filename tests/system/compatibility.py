@@ -18,14 +18,19 @@ import torch
 from tests.support.ranks import RankError, Ranks
 from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
 from tests.system.scenarios.running import Trained, run_row
-from tests.system.training.outcomes import BOTH_RAISE, OUTCOMES, RAISES, REFUSED_UNSPLIT, SILENT
+from tests.system.training.outcomes import (
+    BOTH_RAISE,
+    ENDED_EARLY,
+    OUTCOMES,
+    RAISES,
+    REFUSED_UNSPLIT,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _FIRST_OF_TRAINING = "static_graph"  # this row and those after it are about DDP and training
 
 COLUMNS = ("forward", "backward", "in-tree")
 
-_RAISING = (BOTH_RAISE, RAISES, REFUSED_UNSPLIT, SILENT)
 _EAGER = "eager raises "  # of a cell, until its row is written
 _BETWEEN = "; "  # rows of a line; a title has none
 
@@ -86,7 +91,7 @@ def _run(ranks: Ranks, name: str, optimizer: str, inner: str) -> str:
     except RankError as error:
         return f"error: {_short(str(error).strip().splitlines()[-1])}"
     worst = max(trained, key=lambda on_rank: OUTCOMES.index(on_rank.finding.outcome))
-    if worst.finding.outcome in _RAISING:
+    if worst.finding.outcome in ENDED_EARLY:
         ranks.stop()  # a failed backward may have left DDP, or the group, in any state
     return _cell(worst)
 

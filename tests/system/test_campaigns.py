@@ -102,6 +102,7 @@ def test_a_case_has_the_same_number_everywhere(fuzzer: Fuzzer) -> None:
     assert fuzzer.draw(7) != fuzzer.draw(8)
 
 
+@pytest.mark.quick
 def test_a_program_prints_how_to_replay_what_failed(tmp_path: Path) -> None:
     """Cases that are drawn or kept, and the line that a failure shows, are run alike."""
     fuzzer, log = FUZZERS["fuzzing"], tmp_path / "fuzz.log"

@@ -105,7 +105,7 @@ def _summary(log: Log) -> Iterator[str]:
                 counts[finding.outcome, way.optimizer] += 1
     for outcome in OUTCOMES:
         numbers = [counts[outcome, column] for column in _COLUMNS]
-        if any(numbers):
+        if any(numbers) and outcome != NOT_ASKED:
             yield f"| {outcome} | {' | '.join(map(str, numbers))} |\n"
 
 

@@ -96,8 +96,7 @@ def ways_of(name: str) -> tuple[Way, ...]:
 
 def run_way(ranks: Ranks, name: str, way: Way) -> Finding:
     """Run one way on all ranks; return the worst of what they found."""
-    finding: Finding = worst_of(ranks, check, name, way)
-    return finding
+    return worst_of(ranks, check, name, way)
 
 
 def check(_rank: int, name: str, way: Way) -> Finding:

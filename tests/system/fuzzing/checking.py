@@ -43,8 +43,7 @@ def run_case(ranks: Ranks, case: Case, plant: str = "", *, checks_code: bool = F
     `plant` names a fault of `planted.py` to run it with. With `checks_code`, each compiled backward
     section is compared with its graph as well, see `codes.py`, and there is no warm start.
     """
-    finding: Finding = worst_of(ranks, check, case, plant, checks_code)
-    return finding
+    return worst_of(ranks, check, case, plant, checks_code)
 
 
 def check(rank: int, case: Case, plant: str, checks_code: bool = False) -> Finding:

@@ -31,7 +31,7 @@ from tests.system.training.outcomes import (
     AS_UNSPLIT,
     BREAKS,
     DIFFERS,
-    DISCARDED,
+    ENDED_EARLY,
     EQUAL,
     EQUAL_TO_UNSPLIT,
     NOT_SPLIT,
@@ -211,17 +211,15 @@ def differ_anywhere(ours: Attempt, theirs: Attempt, measure: Measure = in_bits) 
     return anywhere(bool(ours.differences(theirs, measure)))
 
 
-def worst_of(
-    ranks: Ranks, function: Callable[..., Any], *args: Any, stuck: Callable[..., Any] = Finding
-) -> Any:
+def worst_of(ranks: Ranks, function: Callable[..., Finding], *args: Any) -> Finding:
     """Run `function` on all ranks; return the worst of what they found."""
     try:
-        found = ranks.run(function, *args)
+        found: list[Finding] = ranks.run(function, *args)
     except RankError as error:
-        return stuck(outcome=STUCK, detail=str(error))
+        return Finding(outcome=STUCK, detail=str(error))
     worst = max(found, key=lambda finding: OUTCOMES.index(finding.outcome))
-    if worst.outcome in (*DISCARDED, RAISES):
-        ranks.stop()  # an error in mid-backward may have left the processes in any state
+    if worst.outcome in ENDED_EARLY:
+        ranks.stop()
     return worst
 
 
