@@ -83,12 +83,14 @@ def test_in_one_step_each_value_may_be_as_one_of_the_two(one_rank: None, is_one_
     assert finding.outcome == (AS_UNSPLIT if is_one_step else DIFFERS)
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
 @pytest.mark.parametrize("name", ["weight", "output"])
-def test_what_is_missing_or_said_otherwise_differs(one_rank: None, name: str) -> None:
-    ours = _attempt(1.0)
-    for notes in (ours.notes.values, ours.notes.texts):
+def test_what_one_of_two_has_alone_differs(one_rank: None, name: str, is_ours: bool) -> None:
+    whole, lacking = _attempt(1.0), _attempt(1.0)
+    for notes in (lacking.notes.values, lacking.notes.texts):
         notes.pop(name, None)
-    finding = judge(ours, _attempt(1.0), lambda: _attempt(1.0), measure=within(1))
+    ours, eager = (whole, lacking) if is_ours else (lacking, whole)
+    finding = judge(ours, eager, lambda: eager, measure=within(1))
     assert finding.outcome == DIFFERS
     assert name in finding.detail
 

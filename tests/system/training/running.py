@@ -83,8 +83,9 @@ Train = Callable[[dist.ProcessGroup], tuple[Notes, nn.Module]]
 class Attempt:
     """One training on this rank, or the error that ended it, which all ranks have if one has.
 
-    `buckets` are those of each Reducer at the end, by parameter index where it tells. `error` is a
-    traceback, and `raised` the exception's type and text in one line.
+    `cuts` are ddpopt's, of each graph that it compiled. `buckets` are those of each Reducer at the
+    end, by parameter index where it tells. `error` is a traceback, and `raised` the exception's
+    type and text in one line.
     """
 
     notes: Notes = field(default_factory=Notes)
@@ -122,12 +123,12 @@ class Attempt:
 
     def differences(self, expected: Attempt, measure: Measure = in_bits) -> dict[str, str]:
         """Return in what this differs from another, by name."""
-        said = {
-            name: f"{self.notes.texts.get(name)!r} instead of {text!r}"
-            for name, text in expected.notes.texts.items()
-            if self.notes.texts.get(name) != text
-        }
-        return said | differences(self.notes.values, expected.notes.values, measure)
+        found = {}
+        ours, theirs = self.notes.texts, expected.notes.texts
+        for name in dict.fromkeys([*theirs, *ours]):
+            if ours.get(name) != theirs.get(name):
+                found[name] = f"{ours.get(name)!r} instead of {theirs.get(name)!r}"
+        return found | differences(self.notes.values, expected.notes.values, measure)
 
 
 def attempt(train: Train) -> Attempt:
