@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import __version__, _torch, config
 from ddpopt.cli import bench, commands, doctor, main
 from ddpopt.cli import help as help_of_topics
-from ddpopt.cli.inputs import Loaded, find_factory, one_rank_group
+from ddpopt.cli.inputs import VARIABLES, Loaded, find_factory, one_rank_group, torchrun_group
 from ddpopt.cli.main import find_command
 from ddpopt.cli.output import InputError
 from ddpopt.errors import Reason, TorchDriftError
@@ -69,6 +69,10 @@ def alone():
 
 def mismatched():
     return MLP(), torch.ones(2, 63)
+
+
+def wrapped():
+    return DistributedDataParallel.__new__(DistributedDataParallel), torch.ones(2, 64)
 
 def lost():
     with torch.device("meta"):
@@ -222,6 +226,7 @@ def test_explain_fails_where_nothing_is_compiled(
         (("models_of_mine.py:not_callable",), "is a int; a factory is a function"),
         (("models_of_mine.py:broken",), "KeyError: 'no such weights' ("),
         (("models_of_mine.py:alone",), "returned MLP; it must return two things"),
+        (("models_of_mine.py:wrapped",), "returned a DistributedDataParallel"),
         (("models_of_mine.py:frozen",), "no parameter of the model"),
         (("models_of_mine.py:lost",), "is on the meta device"),
         (("syntax.py:small",), "importing syntax.py raised SyntaxError"),
@@ -306,6 +311,23 @@ def test_without_torchrun_a_command_for_ranks_says_how_to_start(
     error = _refused(capsys, *command)
     assert "RANK" in error
     assert f"torchrun --nproc-per-node 2 -m ddpopt {' '.join(command)}" in error
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_gpus", "named"),
+    [("0", 0, "'nccl'"), ("first", 2, "'first'"), ("9" * 20, 2, "'9{20}'"), ("2", 2, "has 2 GPUs")],
+)
+def test_a_group_by_nccl_needs_a_gpu_for_each_process(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, num_gpus: int, named: str
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(InputError, match=named), torchrun_group("nccl", "bench"):
+        pass
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from ddpopt.cli import doctor, main
+from ddpopt.cli import doctor, launched, main
 from ddpopt.cli.doctor import Check, Findings
 from ddpopt.cli.launched import Launch, find_launch, settle
 from ddpopt.cli.output import InputError, Report, Screen
@@ -87,6 +88,20 @@ def test_rank_0_hears_of_each_rank_that_writes_in_time_and_all_end_alike() -> No
     assert heard.keys() == {0, 1}
     assert heard[1].host == "node0"
     assert heard[1].checks == findings[1].checks
+
+
+def test_what_ends_an_exchange_is_an_error_and_so_is_a_store_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch, answers = Launch(1, 2, "node0", 29400), threading.Event()
+    monkeypatch.setattr(launched, "_GRACE_S", 0.1)
+    monkeypatch.setattr(launched, "_exchange", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        settle(launch, {}, lambda _: 0, wait_s=60)
+    monkeypatch.setattr(launched, "_exchange", lambda *_: answers.wait())
+    with pytest.raises(TimeoutError, match="node0:29400"):
+        settle(launch, {}, lambda _: 0, wait_s=0)
+    answers.set()
 
 
 def test_a_rank_that_reaches_nobody_speaks_for_itself(

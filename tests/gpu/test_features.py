@@ -30,6 +30,7 @@ from tests.support.algorithms import ALGORITHMS, flat_weights, optimizer_for
 from tests.support.models import WIDTH
 from tests.system.scenarios.architectures import Block, FlexTransformer, Transformer
 from tests.system.scenarios.scenario import momentum_sgd
+from tests.system.training.comparing import differences, lines_of, relative_error, within
 
 _CAP_MB = 0.03  # of a model of 64 columns: some buckets
 _NUM_STEPS = 4
@@ -95,13 +96,9 @@ def compare(trial: Trial, training: Training, *, tolerance: float = 1e-4) -> str
         return trial.compile(ddp)
 
     compiled = _train(trial, training, copy.deepcopy(model), compile_)
-    worst = 0.0
-    for name, expected in eager.items():
-        difference = (compiled[name].float() - expected.float()).abs().max()
-        relative = float(difference / expected.float().abs().max().clamp(min=1e-6))
-        if not relative <= tolerance:
-            raise AssertionError(f"{name} differs by {relative:.1e} of its largest element")
-        worst = max(worst, relative)
+    found = differences(compiled, eager, within(tolerance))
+    assert not found, lines_of(found)
+    worst = max(relative_error(compiled[name], expected) for name, expected in eager.items())
     cuts = ddpopt.explain(ddps[0]).cuts
     seen = "; ".join(
         f"{cut.split}, {len(cut.sections)} sections"

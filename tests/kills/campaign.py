@@ -22,7 +22,7 @@ _TESTS_OF = {
     "_torch/modes.py": ("tests/_torch/test_ddp.py", "tests/_torch/test_reducer_parameters.py"),
     "_torch/new_reducer.py": ("tests/_torch/test_ddp.py", "tests/planning/test_rebucket.py"),
     "_torch/parameters.py": ("tests/_torch/test_reducer_parameters.py",),
-    "cli": ("tests/cli",),
+    "cli": ("tests/cli", "tests/planning/test_sweep.py"),
     "planning/costs.py": (
         "tests/planning/test_costs.py",
         "tests/planning/test_simulation.py",

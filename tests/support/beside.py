@@ -21,8 +21,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def compiled(module: nn.Module, inner: Any = "aot_eager", **options: Any) -> Any:
-    """Compile with ddpopt's backend; `dynamic` goes to `torch.compile`, all else to the backend."""
-    of_torch = {"dynamic": options.pop("dynamic")} if "dynamic" in options else {}
+    """Compile with ddpopt's backend; what is not `torch.compile`'s own goes to the backend."""
+    of_torch = {name: options.pop(name) for name in ("dynamic", "fullgraph") if name in options}
     return torch.compile(module, backend=BACKEND, options={"inner": inner, **options}, **of_torch)
 
 

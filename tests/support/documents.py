@@ -165,13 +165,23 @@ def split_variables(command: str) -> tuple[dict[str, str], list[str]]:
 def run_command(command: str, folder: Path = ROOT, **more: str) -> str:
     """Run a command as it is written; return what it prints."""
     variables, words = split_variables(command)
+    return run_program(*words, folder=folder, **variables, **more)
+
+
+def run_python(*arguments: str, **variables: str) -> str:
+    """Run this Python with some arguments; return what it prints."""
+    return run_program(sys.executable, *arguments, **variables)
+
+
+def run_program(*words: str, folder: Path = ROOT, **variables: str) -> str:
+    """Run a program to its end, which is to be a good one; return what it prints."""
     done = subprocess.run(
         words,
         cwd=folder,
-        env=environment(**variables, **more),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout

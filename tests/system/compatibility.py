@@ -17,7 +17,14 @@ import torch
 
 from tests.support.ranks import RankError, Ranks
 from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
-from tests.system.scenarios.running import Outcome, run_row
+from tests.system.scenarios.running import Trained, run_row
+from tests.system.training.outcomes import (
+    BOTH_RAISE,
+    ENDED_EARLY,
+    OUTCOMES,
+    RAISES,
+    REFUSED_UNSPLIT,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 _FIRST_OF_TRAINING = "static_graph"  # this row and those after it are about DDP and training
@@ -80,28 +87,25 @@ def cells_of(cells: list[str], note: str) -> str:
 
 def _run(ranks: Ranks, name: str, optimizer: str, inner: str) -> str:
     try:
-        outcomes: list[Outcome] = ranks.run(run_row, name, optimizer, inner)
+        trained: list[Trained] = ranks.run(run_row, name, optimizer, inner)
     except RankError as error:
         return f"error: {_short(str(error).strip().splitlines()[-1])}"
-    if any(outcome.error for outcome in outcomes):
+    worst = max(trained, key=lambda on_rank: OUTCOMES.index(on_rank.finding.outcome))
+    if worst.finding.outcome in ENDED_EARLY:
         ranks.stop()  # a failed backward may have left DDP, or the group, in any state
-    return next((text for text in map(_failure, outcomes) if text), _splits(outcomes[0]))
+    return _cell(worst)
 
 
-def _failure(outcome: Outcome) -> str | None:
-    if outcome.eager_error is not None and outcome.error == outcome.eager_error:
-        return f"{_EAGER}{outcome.error}"
-    if outcome.error is not None:
-        return f"error: {_short(outcome.error)}"
-    if outcome.difference is not None:
-        return f"differs: {_short(outcome.difference)}"
-    return None
-
-
-def _splits(outcome: Outcome) -> str:
-    if set(outcome.pieces) == {1}:
-        return "whole"
-    return f"{'+'.join(map(str, outcome.pieces))}/{outcome.num_buckets}"
+def _cell(trained: Trained) -> str:
+    finding, pieces, *_ = trained
+    detail = _short(" ".join(finding.detail.split()))
+    if finding.outcome == BOTH_RAISE:
+        return f"{_EAGER}{finding.detail}"
+    if finding.outcome in (RAISES, REFUSED_UNSPLIT):
+        return f"error: {detail}"
+    if finding.is_failure:
+        return f"{finding.outcome}: {detail}"
+    return "whole" if set(pieces) == {1} else f"{'+'.join(map(str, pieces))}/{finding.num_buckets}"
 
 
 def _short(text: str, length: int = 50) -> str:

@@ -162,7 +162,7 @@ def _exec_blocks(rank: int, blocks: list[Block], folder: str) -> None:
             exec(compile(text, str(path.absolute()), "exec"), namespace)
 
 
-@pytest.mark.quick("docs/algorithms.md")
+@pytest.mark.quick("docs/index.md")
 @pytest.mark.parametrize("page", [page for page in PAGES if _python(page)])
 def test_python_blocks_run(ranks: Ranks, tmp_path: Path, page: str) -> None:
     """Two ranks run them; those that name a file, or say why not, are compiled."""

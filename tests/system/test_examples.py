@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from tests.support.documents import ROOT, command_of, run_command
-from tests.support.models import MLP
-from tests.support.ranks import TIMEOUT_S, Ranks
+from tests.support.models import MLP, WAYS
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import TIMEOUT_S
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+import minimal
 import slow_link
 import train_gpt
 
@@ -32,6 +34,12 @@ _TORCHRUN = f"{_OWN_STORE} torchrun --standalone --nproc-per-node 2"
 
 
 @pytest.mark.quick
+@on_ranks(2)
+def test_minimals_training_ends_with_equal_parameters() -> None:
+    """The example asserts it; starting its processes takes longer than all else that it does."""
+    minimal.train(dist.get_rank())
+
+
 def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
     """The line that says so is printed after a comparison."""
     text = run_command(command_of("examples/minimal.py"))
@@ -91,8 +99,9 @@ class _Clock:
         self._may_wake_up.release()
 
 
-def _send_over_a_slow_link(rank: int) -> None:
-    """Send three values at once, of 40 ms each, and two more one by one."""
+@on_ranks(2)
+def test_values_pass_a_slow_link_one_after_the_other(rank: int) -> None:
+    """Three are sent at once, of 40 ms each, two more one by one; an error reaches who waits."""
     clock = _Clock()
     with (
         mock.patch.object(slow_link, "time", clock),
@@ -117,10 +126,8 @@ def _send_over_a_slow_link(rank: int) -> None:
         assert values[0].eq(6).all()
 
 
-def test_values_pass_a_slow_link_one_after_the_other(ranks: Ranks) -> None:
-    """Sums are real ones; an error reaches who waits, and a rate that is none is refused."""
-    ranks.run(_send_over_a_slow_link)
-    with pytest.raises(ValueError, match="'fast' is none of tc's"):
+def test_a_rate_that_is_none_of_tcs_is_refused() -> None:
+    with pytest.raises(ValueError, match="'fast'"):
         slow_link.parse_gbit("fast")
 
 
@@ -143,7 +150,9 @@ def test_train_gpt_learns_with_an_algorithm_and_ends_with_equal_ranks(algorithm:
     assert "all ranks hold bitwise equal parameters" in text
 
 
-def _start_algorithms(rank: int) -> None:
+@on_ranks(2)
+def test_train_gpt_takes_every_algorithm_that_it_offers() -> None:
+    """Each trains for a step, with the program's own arguments."""
     for algorithm in train_gpt.ALGORITHMS:
         with mock.patch.object(sys, "argv", ["train_gpt.py", "--algorithm", algorithm]):
             args = train_gpt.parse_arguments()
@@ -154,11 +163,6 @@ def _start_algorithms(rank: int) -> None:
         assert (handle is None) == (algorithm == train_gpt.ALLREDUCE)
         if handle is not None:
             handle.detach()
-
-
-def test_train_gpt_takes_every_algorithm_that_it_offers(ranks: Ranks) -> None:
-    """Each trains for a step, with the program's own arguments."""
-    ranks.run(_start_algorithms)
 
 
 # ---- Restarts: what is lost is done again, bitwise --------------------------------------------
@@ -235,21 +239,9 @@ def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) 
 
 def _fail_in_training(way: str, split: str) -> None:
     """Train a step and raise in the next, with references to what should die."""
-    options = {"inner": "aot_eager", "split": split}
     module = MLP()
-    if way == "compiled before":
-        ddp = model = DistributedDataParallel(
-            torch.compile(module, backend="ddpopt", options=options), **_SMALL
-        )
-    elif way == "in place before":
-        module.compile(backend="ddpopt", options=options)
-        ddp = model = DistributedDataParallel(module, **_SMALL)
-    elif way == "in place":
-        ddp = model = DistributedDataParallel(module, **_SMALL)
-        ddp.compile(backend="ddpopt", options=options)
-    else:
-        ddp = DistributedDataParallel(module, **_SMALL)
-        model = torch.compile(ddp, backend="ddpopt", options=options)
+    model = WAYS[way](module, lambda: _options(split), {"bucket_cap_mb": 0.03})
+    ddp = model if isinstance(model, DistributedDataParallel) else model._orig_mod
     model(torch.ones(2, 64)).sum().backward()
     assert len(ddpopt.explain(ddp).cuts[0].sections) > 1
     loss = model(torch.ones(2, 64)).sum()
@@ -261,11 +253,12 @@ def _fail_in_training(way: str, split: str) -> None:
         raise RuntimeError(references) from error
 
 
-_SMALL = {"bucket_cap_mb": 0.03}
+def _options(split: str) -> dict[str, Any]:
+    return {"backend": "ddpopt", "options": {"inner": "aot_eager", "split": split}}
 
 
 @pytest.mark.parametrize("split", ["forward", "backward"])
-@pytest.mark.parametrize("way", ["compiled", "compiled before", "in place", "in place before"])
+@pytest.mark.parametrize("way", list(WAYS)[:4])
 def test_a_collection_frees_what_a_function_compiled_and_trained(
     one_rank: None, way: str, split: str
 ) -> None:

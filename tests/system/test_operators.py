@@ -22,6 +22,7 @@ STRANGEST = {
     "nn.functional.alpha_dropout nn.TransformerEncoderLayer",
     "sizes that data decide": "nonzero masked_select argwhere repeat_interleave bincount item "
     "__getitem__ nn.functional.one_hot nonzero_static",
+    "one of some kinds": "linalg.solve add:in_place",
     "empty": "cat matmul cdist linalg.eig linalg.det nn.functional.linear prod softmax "
     "nn.functional.layer_norm nn.BatchNorm2d",
 }
@@ -31,7 +32,7 @@ STRANGEST = {
 _EACH_NIGHT = ("views", "in place", "complex", "several outputs", "random", "empty")
 
 
-@pytest.mark.quick("effects")
+@pytest.mark.quick("one of some kinds")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in _EACH_NIGHT)) for kind in STRANGEST],
@@ -52,4 +53,4 @@ def test_strange_operators_train_as_with_eager_ddp(one_rank: None, kind: str) ->
     assert not {case: result for case, result in results.items() if result.is_failure}
     judged = [result for result in results.values() if not result.is_discarded]
     assert len(judged) >= 0.8 * len(results)
-    assert sum(result.num_sections > 1 for result in judged) >= len(judged) / 2
+    assert sum(result.is_split for result in judged) >= len(judged) / 2

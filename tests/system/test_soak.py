@@ -28,8 +28,9 @@ from ddpopt import config
 from ddpopt.errors import DisagreementError
 from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.split import state
-from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.ranks import MakeRanks, Ranks
+from tests.support.beside import Beside
+from tests.support.models import MLP, batches
+from tests.support.on_ranks import gather, on_ranks
 from tests.system.lives import LIVES, Life, Refs, Trial
 
 CAP_MB = 0.03
@@ -133,19 +134,21 @@ def _run_long(rank: int, peer: str, is_leaking: bool) -> dict[str, Any]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("split", ["backward", "forward"])
-def test_steps_shapes_evaluations_and_recompiles_leave_nothing(ranks: Ranks, split: str) -> None:
-    for growth in ranks.run(_run_long, split, False):
-        assert growth["with compiling"] == {}
-        assert growth["without"] == {}
-        assert growth["objects"] < _LEG / 4, growth["which"]
+@on_ranks(2)
+def test_steps_shapes_evaluations_and_recompiles_leave_nothing(rank: int, split: str) -> None:
+    growth = _run_long(rank, split, False)
+    assert growth["with compiling"] == {}
+    assert growth["without"] == {}
+    assert growth["objects"] < _LEG / 4, growth["which"]
 
 
-def test_a_leak_in_steps_is_found(ranks: Ranks) -> None:
-    for growth in ranks.run(_run_long, "eager", True):
-        assert growth["with compiling"]["num_fds"] >= _PERIOD
-        assert growth["without"]["num_tensors"] >= _LEG
-        assert growth["without"]["num_fds"] >= _LEG
-        assert growth["objects"] >= _LEG
+@on_ranks(2)
+def test_a_leak_in_steps_is_found(rank: int) -> None:
+    growth = _run_long(rank, "eager", True)
+    assert growth["with compiling"]["num_fds"] >= _PERIOD
+    assert growth["without"]["num_tensors"] >= _LEG
+    assert growth["without"]["num_fds"] >= _LEG
+    assert growth["objects"] >= _LEG
 
 
 # ---- models that are dropped ------------------------------------------------------------------
@@ -153,8 +156,13 @@ def test_a_leak_in_steps_is_found(ranks: Ranks) -> None:
 _TWICE = 2
 
 
-def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
-    """Have two models live and die, count, and again two."""
+@pytest.mark.parametrize("name", [name for name in LIVES if name not in ("eager", "aot_eager")])
+@on_ranks(2)
+def test_a_model_that_is_dropped_leaves_nothing(name: str) -> None:
+    """No module, parameter or Reducer is alive, and there is no new entry, thread or descriptor.
+
+    Two models live and die; what there is then is what there is after two more.
+    """
     life = LIVES[name]
     refs: list[Refs] = [life.live() for _ in range(_TWICE)]
     before = take_census()
@@ -167,16 +175,11 @@ def _live_and_drop(rank: int, name: str) -> dict[str, Any]:
     if name.startswith("left"):  # process groups end in detach, with their sockets and threads
         assert grown.pop("num_fds") > 0
         assert grown.pop("num_threads") > 0
-    return {"alive": alive, "grown": grown}
+    assert (alive, grown) == ([], {})
 
 
-@pytest.mark.parametrize("name", [name for name in LIVES if name not in ("eager", "aot_eager")])
-def test_a_model_that_is_dropped_leaves_nothing(ranks: Ranks, name: str) -> None:
-    """No module, parameter or Reducer is alive, and there is no new entry, thread or descriptor."""
-    assert ranks.run(_live_and_drop, name) == [{"alive": [], "grown": {}}] * 2
-
-
-def _keep_models(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_registry_that_keeps_models_is_found() -> None:
     kept: list[Trial] = []
     state.kept = kept  # type: ignore[attr-defined]  # a registry that forgets nothing
 
@@ -190,92 +193,53 @@ def _keep_models(rank: int) -> dict[str, Any]:
     growth = _grown(before, take_census())
     alive = [name for name, ref in refs.items() if ref() is not None]
     del state.kept  # type: ignore[attr-defined]
-    return {"alive": alive, "grown": growth}
+    assert "Reducer" in alive
+    assert growth["ddpopt.split.state.kept"] == 1
+    assert growth["ddpopt.split.state._states"] == 1
+    assert growth["num_tensors"] > 0
 
 
-def test_a_registry_that_keeps_models_is_found(ranks: Ranks) -> None:
-    for left in ranks.run(_keep_models):
-        assert "Reducer" in left["alive"]
-        assert left["grown"]["ddpopt.split.state.kept"] == 1
-        assert left["grown"]["ddpopt.split.state._states"] == 1
-        assert left["grown"]["num_tensors"] > 0
+# ---- many ranks -------------------------------------------------------------------------------
 
 
-# ---- eight ranks ------------------------------------------------------------------------------
+def _beside(cap_mb: float = CAP_MB, **options: Any) -> Beside:
+    return Beside(MLP(), ddp_options={"bucket_cap_mb": cap_mb}, **options)
 
 
-def _train_on_many(rank: int) -> int:
-    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+@on_ranks(8)
+def test_eight_ranks_train_as_eager_and_compare_what_they_compile(rank: int) -> None:
+    beside = _beside()
     inputs = batches(rank, [(8, 64), (8, 64), (5, 64), (8, 64), (5, 64)])
     with config.patch(disagreement="error"):
-        ddpopt.warmup(model, inputs[0])
-    assert_equal_states(train(ddp, inputs, model), train(expected, inputs))
-    (plan, *_) = state.get(ddp).cuts
-    return len(plan.sections)
-
-
-def test_eight_ranks_train_as_eager_and_compare_what_they_compile(eight_ranks: Ranks) -> None:
-    (num_sections,) = set(eight_ranks.run(_train_on_many))
+        ddpopt.warmup(beside.run, inputs[0])
+    beside.train(inputs)
+    (num_sections,) = set(gather(len(beside.cuts[0].sections)))
     assert num_sections > 1
 
 
-def _disagree(rank: int) -> str:
-    cap_mb = 2 * CAP_MB if rank == 5 else CAP_MB
-    ddp, _ = twins(MLP(), bucket_cap_mb=cap_mb)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    with config.patch(disagreement="error"):
-        try:
-            ddpopt.warmup(model, *batches(rank, [(8, 64)]))
-        except DisagreementError as error:
-            return str(error)
-    return ""
-
-
-def test_one_of_eight_ranks_with_other_buckets_is_named_on_all(eight_ranks: Ranks) -> None:
-    (error,) = set(eight_ranks.run(_disagree))
-    assert "rank 5 differs from rank 0: bucket limits in bytes" in error
-
-
-# ---- sixteen ranks ----------------------------------------------------------------------------
-
-
-def _train_on_sixteen(rank: int, mode: str) -> tuple[int, str]:
-    """Compare each step's gradients and parameters; return sections and the outcome of tuning."""
-    ddp, expected = twins(MLP(), bucket_cap_mb=CAP_MB)
-    options = {"inner": "aot_eager", "buckets": "auto" if mode == "tuned" else "ddp"}
-    model = torch.compile(ddp, backend="ddpopt", options=options)
-    optimizer, eager_optimizer = (
-        torch.optim.SGD(module.parameters(), lr=0.1) for module in (ddp, expected)
-    )
-    inputs = batches(rank, [(8, 64)] * NUM_STEPS)
-    ddpopt.warmup(model, inputs[0])
-    assert ddpopt.verify(model, inputs[0]).passed
-    with mock.patch.object(tuner, "calibrate", return_value=SLOW_START):
-        for x in inputs:
-            ddp.zero_grad()
-            expected.zero_grad()
-            for forward in (model, expected):
-                forward(x).pow(2).mean().backward()
-            gradients, expected_gradients = (
-                {name: p.grad for name, p in wrapped.module.named_parameters()}
-                for wrapped in (ddp, expected)
-            )
-            assert_equal_states(gradients, expected_gradients)
-            optimizer.step()
-            eager_optimizer.step()
-            assert_equal_states(ddp.state_dict(), expected.state_dict())
-    search = tuner.find_tuner(ddp)
-    return len(state.get(ddp).cuts[0].sections), search.outcome if search else ""
+@on_ranks(8)
+def test_one_of_eight_ranks_with_other_buckets_is_named_on_all(rank: int) -> None:
+    run = _beside(2 * CAP_MB if rank == 5 else CAP_MB).run
+    with (
+        config.patch(disagreement="error"),
+        pytest.raises(DisagreementError, match="rank 5 differs from rank 0: bucket limits"),
+    ):
+        ddpopt.warmup(run, *batches(rank, [(8, 64)]))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["plain", "tuned"])
-def test_sixteen_ranks_train_as_eager_after_warmup_and_verify(
-    make_ranks: MakeRanks, mode: str
-) -> None:
+@pytest.mark.parametrize("buckets", ["ddp", "auto"])
+@on_ranks(16)
+def test_sixteen_ranks_train_as_eager_after_warmup_and_verify(rank: int, buckets: str) -> None:
     """All change to one bucket, which is better than three on the network that is planted."""
-    (result,) = set(make_ranks(16).run(_train_on_sixteen, mode))
-    num_sections, outcome = result
+    beside = _beside(buckets=buckets)
+    inputs = batches(rank, [(8, 64)] * NUM_STEPS)
+    ddpopt.warmup(beside.run, inputs[0])
+    assert ddpopt.verify(beside.run, inputs[0]).passed
+    with mock.patch.object(tuner, "calibrate", return_value=SLOW_START):
+        beside.train(inputs)
+    search = tuner.find_tuner(beside.ddp)
+    result = len(beside.cuts[0].sections), search.outcome if search else ""
+    ((num_sections, outcome),) = set(gather(result))
     assert num_sections > 1
-    assert outcome.startswith("buckets change") == (mode == "tuned")
+    assert outcome.startswith("buckets change") == (buckets == "auto")

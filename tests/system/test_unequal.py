@@ -5,27 +5,18 @@ Thousands of scripts, for a night: `python -m tests.system.unequal --help`.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.documents import ROOT, environment
 from tests.support.ranks import Ranks
-from tests.system.unequal import judging, planted
-from tests.system.unequal.actions import (
-    NUM_RANKS,
-    BeLate,
-    Communicate,
-    Evaluate,
-    Step,
-)
-from tests.system.unequal.campaign import Campaign
-from tests.system.unequal.judging import DIFFERS, EQUAL, RAISES, SILENT, Finding
+from tests.system.campaigns import planted
+from tests.system.training.outcomes import DIFFERS, EQUAL, RAISES, SILENT
+from tests.system.unequal import judging
+from tests.system.unequal.actions import NUM_RANKS, Communicate, Evaluate, Step
 from tests.system.unequal.kept import KEPT
 from tests.system.unequal.machine import draw_script
-from tests.system.unequal.script import Block, Script, script_of
+from tests.system.unequal.script import Block, Script
 
 NUM_SCRIPTS = 6  # about half a minute
 PLANTED_LIMIT_S = 5  # the ranks of a planted hang wait so long
@@ -88,42 +79,4 @@ def test_nothing_is_found_where_no_fault_is_planted(three_ranks: Ranks) -> None:
     """The script of the planted faults trains as with eager DDP, in several sections."""
     finding = judging.judge(three_ranks, _SCRIPT)
     assert finding.outcome == EQUAL, finding.detail
-    assert max(finding.sections) > 1
-
-
-def test_a_failing_script_is_made_small() -> None:
-    """Only what it takes to fail is left: here a rank that is late."""
-
-    def fails(script: Script) -> Finding:
-        is_late = any(isinstance(action, BeLate) for action in script.actions)
-        return Finding(outcome=DIFFERS if is_late else EQUAL)
-
-    campaign = Campaign(fails, fails, simplify_s=60)
-    tried = (campaign.try_script(name, script) for name, script in campaign.draw(range(1000)))
-    failure = next(failure for _, failure in tried if failure is not None)
-    (late,) = failure.script.actions
-    assert isinstance(late, BeLate)
-    assert failure.script == Script(blocks=(Block(kind="linear"),), actions=(late,))
-    assert campaign.tally.num_simpler > 0
-
-
-def test_a_script_is_printed_as_the_source_that_makes_it() -> None:
-    """It can be kept so, and replayed."""
-    for number in range(10):
-        script = draw_script(number)
-        assert script_of(str(script)) == script
-
-
-def test_a_script_has_the_same_number_everywhere() -> None:
-    """So it can be run again by its number, in a process that orders sets otherwise, for one."""
-    assert draw_script(7) != draw_script(8)
-    code = "from tests.system.unequal.machine import draw_script; print(draw_script(7))"
-    drawn_elsewhere = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment(), "PYTHONHASHSEED": "7"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert drawn_elsewhere.strip() == str(draw_script(7))
+    assert finding.is_split

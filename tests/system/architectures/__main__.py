@@ -10,7 +10,6 @@ continued; of two lines for one run the later counts. --document writes build/ar
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ from tests.support import ranks
 from tests.support.ranks import Ranks
 from tests.system.architectures.catalogue import ARCHITECTURES
 from tests.system.architectures.document import write_document
-from tests.system.architectures.log import Log
 from tests.system.architectures.running import Way, run_way, ways_of
-from tests.system.fuzzing.checking import FAILURES
+from tests.system.campaigns.program import prepare_process
+from tests.system.campaigns.sweep import Log
 
 _ANSWER_LIMIT_S = 1200  # Inductor, on a busy machine
 _RUNS_A_START = 60  # then the two processes are started anew: Dynamo keeps a little of each
@@ -55,16 +54,16 @@ def _sweep(arguments: argparse.Namespace, log: Log) -> int:
     """Run what is missing; return how many runs failed."""
     runs = _in_turn(arguments.only)
     if not arguments.again:
-        runs = [run for run in runs if run not in log.results]
+        runs = [(name, way) for name, way in runs if (name, str(way)) not in log.findings]
     workers, num_failures, began_s = Ranks(), 0, time.monotonic()
     try:
         for number, (name, way) in enumerate(runs, start=1):
             if time.monotonic() - began_s > arguments.minutes * 60:
                 break
             result = run_way(workers, name, way)
-            log.add(name, way, result)
+            log.add((name, str(way)), result)
             is_ours = way.optimizer != "in-tree"
-            num_failures += is_ours and result.outcome in FAILURES
+            num_failures += is_ours and result.is_failure
             print(f"{number}/{len(runs)} {name}, {way}: {result.headline()}", flush=True)
             if number % _RUNS_A_START == 0:
                 workers.stop()
@@ -78,8 +77,7 @@ def _sweep(arguments: argparse.Namespace, log: Log) -> int:
 def main() -> int:
     """Run; return 1 if ddpopt failed in a run."""
     arguments = _arguments()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks, which inherit it
+    prepare_process()
     log = Log(arguments.log)
     with mock.patch.object(ranks, "TIMEOUT_S", _ANSWER_LIMIT_S):
         num_failures = _sweep(arguments, log)

@@ -11,17 +11,19 @@ from pathlib import Path
 import torch
 
 from tests.system.architectures.catalogue import ARCHITECTURES
-from tests.system.architectures.log import Log
-from tests.system.architectures.running import NO_CHECKPOINTING, Result, Way, ways_of
-from tests.system.fuzzing.checking import (
+from tests.system.architectures.running import LOOKS_FOR_UNUSED, Way, ways_of
+from tests.system.campaigns.sweep import Log
+from tests.system.training.outcomes import (
     AS_UNSPLIT,
     EQUAL,
     EQUAL_TO_UNSPLIT,
+    NOT_ASKED,
     OUTCOMES,
     RAISES,
     REFUSED,
     REFUSED_UNSPLIT,
     ROUNDED,
+    Finding,
 )
 
 DOCUMENT = Path(__file__).parents[3] / "build" / "architectures.md"
@@ -82,9 +84,9 @@ def write_document(log: Log) -> None:
 
 def text_of(log: Log) -> str:
     """Return the page; a cell that is empty has not been run."""
-    names = [name for name in ARCHITECTURES if any(name == other for other, _ in log.results)]
+    names = [name for name in ARCHITECTURES if any(name == other for other, _ in log.findings)]
     packages = {name: metadata.version(name) for name in ("transformers", "timm")}
-    runs = [(name, way) in log.results for name in ARCHITECTURES for way in ways_of(name)]
+    runs = [(name, str(way)) in log.findings for name in ARCHITECTURES for way in ways_of(name)]
     text = _INTRODUCTION.format(
         number=len(names), done=sum(runs), all=len(runs), torch=torch.__version__, **packages
     )
@@ -96,12 +98,14 @@ def text_of(log: Log) -> str:
 
 def _summary(log: Log) -> Iterator[str]:
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    for (name, way), result in log.results.items():
-        if name in ARCHITECTURES and way.inner == "aot_eager":
-            counts[result.outcome, way.optimizer] += 1
+    for name in ARCHITECTURES:
+        for way in ways_of(name):
+            finding = log.findings.get((name, str(way)))
+            if finding is not None and way.inner == "aot_eager":
+                counts[finding.outcome, way.optimizer] += 1
     for outcome in OUTCOMES:
         numbers = [counts[outcome, column] for column in _COLUMNS]
-        if any(numbers):
+        if any(numbers) and outcome != NOT_ASKED:
             yield f"| {outcome} | {' | '.join(map(str, numbers))} |\n"
 
 
@@ -113,11 +117,11 @@ def _rows(log: Log, name: str) -> Iterator[str]:
                 Way(optimizer=column, is_regional=is_regional, is_checkpointed=is_checkpointed)
                 for column in _COLUMNS
             ]
-            results = [log.results.get((name, way)) for way in ways]
-            if not any(result and result.outcome != NO_CHECKPOINTING for result in results):
+            results = [log.findings.get((name, str(way))) for way in ways]
+            if not any(result and result.outcome != NOT_ASKED for result in results):
                 continue
-            if any(result and result.finds_unused for result in results):
-                title = f"{title}, looks for unused" if title else title
+            if any(result and LOOKS_FOR_UNUSED in result.remarks for result in results):
+                title = f"{title}, {LOOKS_FOR_UNUSED}" if title else title
             how = ("regional" if is_regional else "whole") + ", checkpointed" * is_checkpointed
             yield f"| {title} | {how} | {' | '.join(map(_cell, results))} |\n"
             title = ""
@@ -125,12 +129,12 @@ def _rows(log: Log, name: str) -> Iterator[str]:
 
 def _on_inductor(log: Log, name: str) -> Iterator[str]:
     ways = [Way(optimizer=o, inner="inductor") for o in ("default", "backward")]
-    results = [log.results.get((name, way)) for way in ways]
+    results = [log.findings.get((name, str(way))) for way in ways]
     if any(results):
         yield f"| {name} | {' | '.join(map(_cell, results))} |\n"
 
 
-def _cell(result: Result | None) -> str:
+def _cell(result: Finding | None) -> str:
     if result is None:
         return ""
     if result.outcome not in _WORDS:

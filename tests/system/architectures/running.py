@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from tests.support.ranks import Ranks
 from tests.system.architectures.catalogue import (
     ARCHITECTURES,
@@ -30,29 +27,22 @@ from tests.system.architectures.catalogue import (
     build,
     draw_batch,
 )
-from tests.system.fuzzing.checking import (
-    AS_UNSPLIT,
-    DIFFERS,
-    EQUAL,
-    EQUAL_TO_UNSPLIT,
-    NOT_SPLIT,
-    OUR_ERRORS,
-    OUTCOMES,
-    RAISES,
-    REFUSED,
-    REFUSED_UNSPLIT,
-    ROUNDED,
+from tests.system.training.comparing import TOLERANCES, within
+from tests.system.training.outcomes import NOT_ASKED, Finding
+from tests.system.training.running import (
+    Attempt,
+    Notes,
     anywhere,
+    attempt,
+    judge,
     quietly,
-    relative_error,
     worst_of,
 )
-from tests.system.fuzzing.training import group_of_trainings, leave_group
 
-NO_CHECKPOINTING = "the model has none"
+# DDP had to be told to look for parameters without gradients.
+LOOKS_FOR_UNUSED = "looks for unused"
 _STEPS = 3
 _BUCKETS = 6  # about as many, of equal size
-_TOLERANCE = 1e-4  # as the fuzz's, for float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,29 +76,6 @@ class Way:
         return dataclasses.replace(self, optimizer="none")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What came of one way, in the words of the fuzz.
-
-    `sections` are those of each graph that ddpopt compiled. `finds_unused` says that DDP had to be
-    told to look for parameters without gradients.
-    """
-
-    outcome: str
-    detail: str = ""
-    sections: tuple[int, ...] = ()
-    num_buckets: int = 0
-    finds_unused: bool = False
-    seconds: float = 0.0
-
-    def headline(self) -> str:
-        """Return the outcome, the sections, and the end of what is said of it."""
-        sections = " + ".join(map(str, self.sections)) or "no"
-        last = self.detail.strip().splitlines()[-1:]
-        said = [self.outcome, f"{sections} sections for {self.num_buckets} buckets", *last]
-        return "; ".join(said)
-
-
 _WAYS = tuple(
     Way(optimizer=optimizer, is_regional=is_regional, is_checkpointed=is_checkpointed)
     for optimizers in (("forward", "backward"), ("in-tree",))
@@ -127,97 +94,35 @@ def ways_of(name: str) -> tuple[Way, ...]:
     return (*_WAYS, *_ON_INDUCTOR) if name in ON_INDUCTOR else _WAYS
 
 
-def run_way(ranks: Ranks, name: str, way: Way) -> Result:
+def run_way(ranks: Ranks, name: str, way: Way) -> Finding:
     """Run one way on all ranks; return the worst of what they found."""
-    return worst_of(ranks, (NO_CHECKPOINTING, *OUTCOMES), Result, check, name, way)
+    return worst_of(ranks, check, name, way)
 
 
-def check(_rank: int, name: str, way: Way) -> Result:
+def check(_rank: int, name: str, way: Way) -> Finding:
     """Train eagerly and compiled, and compare; on all ranks at once."""
+    architecture = ARCHITECTURES[name]
     with quietly():
-        return _check(ARCHITECTURES[name], way)
-
-
-def _check(architecture: Architecture, way: Way) -> Result:
-    if way.is_checkpointed and not _has_checkpointing(architecture):
-        return Result(outcome=NO_CHECKPOINTING)
-    finds_unused = anywhere(_leaves_some_unused(architecture))
-    attempt = functools.partial(_attempt, architecture, way.is_checkpointed, finds_unused)
-    eager = attempt(None)
-    began_s = time.monotonic()
-    compiled = attempt(way)
-    seconds = round(time.monotonic() - began_s, 1)
-    outcome, detail = _judge(compiled, eager, lambda: attempt(way.unsplit()))
-    return Result(
-        outcome=outcome,
-        detail=detail,
-        sections=compiled.sections,
-        num_buckets=compiled.num_buckets,
-        finds_unused=finds_unused,
-        seconds=seconds,
-    )
-
-
-def _judge(
-    compiled: _Attempt, eager: _Attempt, train_unsplit: Callable[[], _Attempt]
-) -> tuple[str, str]:
-    """Return the outcome and what there is to say of it, alike on all ranks but for details."""
-    if eager.raised_anywhere:
-        return REFUSED, eager.error
-    if not compiled.raised_anywhere:
-        if anywhere(bool(compiled.trouble)):
-            return NOT_SPLIT, compiled.trouble
-        if not anywhere(bool(_difference(compiled, eager, 0.0))):
-            return EQUAL, ""
-    unsplit = train_unsplit()
-    if unsplit.raised_anywhere:
-        return REFUSED_UNSPLIT, unsplit.error
-    if compiled.raised_anywhere:
-        return RAISES, compiled.error
-    return _compare(compiled, eager, unsplit)
-
-
-def _compare(compiled: _Attempt, eager: _Attempt, unsplit: _Attempt) -> tuple[str, str]:
-    """Find out how far a training that is not equal to eager's in all bits is from it."""
-    difference = _difference(compiled, eager, _TOLERANCE)
-    if not anywhere(bool(difference)):
-        is_rounded = anywhere(bool(_difference(compiled, unsplit, 0.0)))
-        return ROUNDED if is_rounded else EQUAL_TO_UNSPLIT, ""
-    if not anywhere(bool(_difference(compiled, unsplit, _TOLERANCE))):
-        return AS_UNSPLIT, difference
-    return DIFFERS, difference
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """One training: the values that were noted, or the error, and whether any rank raised."""
-
-    raised_anywhere: bool
-    error: str = ""
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    sections: tuple[int, ...] = ()
-    num_buckets: int = 0
-    trouble: str = ""  # why a graph was not split, where that is a fault of ours
+        if way.is_checkpointed and not _has_checkpointing(architecture):
+            return Finding(outcome=NOT_ASKED)
+        finds_unused = anywhere(_leaves_some_unused(architecture))
+        train = functools.partial(_attempt, architecture, way.is_checkpointed, finds_unused)
+        eager, ours = train(None), train(way)
+        unsplit = functools.partial(train, way.unsplit())
+        finding = judge(ours, eager, unsplit, measure=within(TOLERANCES["float32"]))
+    remarks = (*finding.remarks, *[LOOKS_FOR_UNUSED] * finds_unused)
+    return dataclasses.replace(finding, remarks=remarks)
 
 
 def _attempt(
     architecture: Architecture, is_checkpointed: bool, finds_unused: bool, way: Way | None
-) -> _Attempt:
-    group = group_of_trainings()
-    attempt, error = _Attempt(raised_anywhere=False), ""
+) -> Attempt:
     # The in-tree optimizer refuses caps under its first bucket's; graphs are whole with "none".
     with (
         mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1),
         torch._dynamo.config.patch(optimize_ddp=way is None or way.optimizer != "none"),
     ):
-        try:
-            attempt = _train(architecture, is_checkpointed, finds_unused, way, group)
-        except Exception:
-            error = traceback.format_exc()
-    if not anywhere(bool(error)):
-        return attempt
-    leave_group()
-    return _Attempt(raised_anywhere=True, error=error or "another rank raised")
+        return attempt(functools.partial(_train, architecture, is_checkpointed, finds_unused, way))
 
 
 def _train(
@@ -226,7 +131,7 @@ def _train(
     finds_unused: bool,
     way: Way | None,
     group: dist.ProcessGroup,
-) -> _Attempt:
+) -> tuple[Notes, nn.Module]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = build(architecture)
@@ -246,33 +151,17 @@ def _train(
     if way is not None and not way.is_regional:
         forward = torch.compile(ddp, **way.compile_options())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    values = {}
+    notes = Notes()
     torch.manual_seed(dist.get_rank())  # dropout
     for step, batch in enumerate(_batches(architecture)):
         loss = _loss(forward, batch)
         loss.backward()
-        values[f"step {step} loss"] = loss.detach().clone()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                values[f"step {step} gradient of {name}"] = parameter.grad.detach().clone()
+        notes.value(f"step {step} loss", loss)
+        notes.gradients(f"step {step} gradient of", model.named_parameters())
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in model.state_dict().items():
-        values[f"state {name}"] = value.detach().clone()
-    cuts = ddpopt.explain(ddp).cuts
-    troubles = [
-        cut.headline()
-        for cut in cuts
-        for reason in (cut.fallback, cut.backward_fallback)
-        if reason is not None and reason.name in OUR_ERRORS
-    ]
-    return _Attempt(
-        raised_anywhere=False,
-        values=values,
-        sections=tuple(max(1, len(cut.sections)) for cut in cuts),
-        num_buckets=_num_buckets(ddp),
-        trouble="; ".join(troubles),
-    )
+    notes.named("state", model.state_dict().items())
+    return notes, ddp
 
 
 def _batches(architecture: Architecture) -> Iterator[Batch]:
@@ -340,23 +229,3 @@ def _find_layers(module: nn.Module, is_listed: bool = False) -> Iterator[nn.Modu
             yield child
         else:
             yield from _find_layers(child, isinstance(child, nn.ModuleList | nn.Sequential))
-
-
-def _num_buckets(ddp: DistributedDataParallel) -> int:
-    data = ddp._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    return len(sizes.split(","))
-
-
-def _difference(actual: _Attempt, expected: _Attempt, tolerance: float) -> str:
-    """Say in what two trainings differ by more than a tolerance, "" if they do not."""
-    ours, theirs = actual.values, expected.values
-    found = []
-    for name in dict.fromkeys([*theirs, *ours]):
-        if name not in ours or name not in theirs:
-            found.append(f"{name}: only in {'eager' if name in theirs else 'the compiled'}")
-            continue
-        error = relative_error(ours[name], theirs[name])
-        if error > tolerance:
-            found.append(f"{name}: relative error {error:.1e}")
-    return "\n".join(found)

@@ -22,7 +22,7 @@ from ddpopt.split import compiler
 from ddpopt.split.backward import SectionGraph, compile_backward_sections
 from ddpopt.split.gates import CompiledSection
 from ddpopt.split.nodes import call_nodes, is_pure
-from tests.system.fuzzing.rounding import TOLERANCES, relative_error
+from tests.system.training.comparing import TOLERANCES, relative_error
 
 _LARGEST_SHOWN = 3  # graphs that differ, of one case
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from tests.system.campaigns.source import source_of
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -124,6 +125,10 @@ class Case:
             dtypes.add("bfloat16")
         return dtypes
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.batches)
+
     def features(self) -> set[str]:
         """Return what can be counted of a case."""
         found = {f"block {block.kind}" for block in self.all_blocks()}
@@ -149,18 +154,3 @@ class Case:
 
     def __str__(self) -> str:
         return source_of(self)
-
-
-def source_of(value: Any) -> str:
-    """Return the Python expression that makes `value`, without what is by default."""
-    if isinstance(value, tuple):
-        items = [source_of(item) for item in value]
-        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    given = [
-        f"{field.name}={source_of(getattr(value, field.name))}"
-        for field in dataclasses.fields(value)
-        if getattr(value, field.name) != field.default
-    ]
-    return f"{type(value).__name__}({', '.join(given)})"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import hypothesis
 from hypothesis import strategies as st
 
+from tests.system.campaigns.campaign import one_example
 from tests.system.fuzzing.loops import ACTIONS, ARRANGEMENTS, OPTIMIZERS
 from tests.system.fuzzing.spec import AROUND, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
 
@@ -264,3 +266,28 @@ def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:
     if case.static_graph:  # which takes the first backward for what all are like
         case = dataclasses.replace(case, batches=tuple(sizes[:1] for sizes in case.batches))
     return case
+
+
+def draw_case(number: int) -> Case:
+    """Return the case of a number; see [Note: one run of hypothesis a case]."""
+    drawn: list[Case] = []
+
+    @hypothesis.seed(number)
+    @one_example()
+    @hypothesis.given(cases())
+    def draw(case: Case) -> None:
+        drawn.append(case)
+
+    draw()
+    return drawn[-1]
+
+
+def with_inner(case: Case, inner: str) -> Case:
+    """Return a case with another inner compiler.
+
+    Inductor rounds otherwise than eager, and otherwise where a graph is cut. Most optimizers make
+    an update of any size of a gradient that is nothing but rounding (Rprop goes by its sign), and
+    then nothing can be compared any more. So Inductor's cases are trained by SGD.
+    """
+    optimizer = "SGD" if inner == "inductor" else case.optimizer
+    return dataclasses.replace(case, inner=inner, optimizer=optimizer)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import datetime
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,50 +21,9 @@ from tests.system.fuzzing.blocks import WIDTH, Noted
 from tests.system.fuzzing.building import Model, main_of
 from tests.system.fuzzing.loops import Loop
 from tests.system.fuzzing.spec import Case
-
-COLLECTIVE_LIMIT_S = 60  # after which a rank whose peer raised gives up its allreduce
+from tests.system.training.running import Notes
 
 Compile = Callable[[nn.Module], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notes:
-    """Values by name, and what is said of outputs: their structure, dtypes, who needs gradients."""
-
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def value(self, name: str, value: torch.Tensor) -> None:
-        self.values[name] = value.detach().clone()
-
-    def parameters(self, named: Mapping[str, nn.Parameter]) -> None:
-        for name, parameter in named.items():
-            self.value(f"parameter {name}", parameter)
-
-    def add(self, whose: str, others: Notes) -> None:
-        """Add the notes of another training."""
-        self.values.update({f"{whose}: {name}": value for name, value in others.values.items()})
-        self.texts.update({f"{whose}: {name}": text for name, text in others.texts.items()})
-
-
-# No group is ever destroyed, so torch keeps it. Where a Reducer is the last to hold one, gloo's
-# destructor waits, with the GIL, for its thread, and that may wait for the GIL to free what a work
-# has of Python's (torch 2.13: cudagraph trees leave objects in what each work notes of its thread).
-_group: dist.ProcessGroup | None = None
-
-
-def group_of_trainings() -> dist.ProcessGroup:
-    """Return the group for the next training. Collective, in the first and after `leave_group`."""
-    global _group  # noqa: PLW0603  # a rank is a process
-    if _group is None:
-        _group = dist.new_group(timeout=datetime.timedelta(seconds=COLLECTIVE_LIMIT_S))
-    return _group
-
-
-def leave_group() -> None:
-    """Have the next training use another group: an error may have left this one in disorder."""
-    global _group  # noqa: PLW0603  # as above
-    _group = None
 
 
 class _Training(NamedTuple):
@@ -118,11 +75,10 @@ def train(
         if second is not None:
             _train_step(case, step, second, notes_of_second, generator, rank)
     if second is not None:
-        notes_of_second.parameters(second.named)
+        notes_of_second.named("parameter", second.named.items())
         notes.add("second", notes_of_second)
-    notes.parameters(training.named)
-    for name, buffer in _module(training.ddp).named_buffers():
-        notes.value(f"buffer {name}", buffer)
+    notes.named("parameter", training.named.items())
+    notes.named("buffer", _module(training.ddp).named_buffers())
     loops.end(training.loop, notes.value)
     return notes, training.ddp
 
@@ -377,12 +333,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _note_gradients(
-    notes: Notes,
-    where: str,
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
+def _note_gradients(notes: Notes, where: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    notes.gradients(f"{where} gradient", tensors.items())
     for name, tensor in tensors.items():
-        if tensor.grad is not None:
-            notes.values[f"{where} gradient {name}"] = tensor.grad.detach().clone().to_dense()
         notes.texts[f"{where} hooks {name}"] = str(getattr(tensor, "num_accumulated", 0))

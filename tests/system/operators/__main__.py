@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.system.campaigns.sweep import Log
 from tests.system.operators.models import NAMES, calls_of
-from tests.system.operators.running import Result, check
+from tests.system.operators.running import check
 
 
 def _arguments() -> argparse.Namespace:
@@ -35,51 +34,30 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class _Log:
-    """Results by operator, number of the call and split, kept in a file if one is given."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.results: dict[tuple[str, int, str], Result] = {}
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
-                key = row.pop("name"), row.pop("number"), row.pop("asked")
-                self.results[key] = Result(**row)
-
-    def add(self, name: str, number: int, asked: str, result: Result) -> None:
-        self.results[name, number, asked] = result
-        if self._path is not None:
-            row = {"name": name, "number": number, "asked": asked, **dataclasses.asdict(result)}
-            with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-def _sweep(arguments: argparse.Namespace, log: _Log) -> None:
+def _sweep(arguments: argparse.Namespace, log: Log) -> None:
     names, began_s = list(arguments.only), time.monotonic()
     for name in names[names.index(arguments.first) if arguments.first else 0 :]:
         for number, sample in itertools.islice(calls_of(name), arguments.samples):
             if time.monotonic() - began_s > arguments.minutes * 60:
                 return
-            if any((name, number) == key[:2] for key in log.results):
+            if any((name, number) == key[:2] for key in log.findings):
                 continue
             for asked, result in check(sample).items():
-                log.add(name, number, asked, result)
+                log.add((name, number, asked), result)
                 if result.is_failure:
-                    end = result.detail.strip().splitlines()[-1:]
-                    print(f"{name}, call {number}, {asked}: {result.outcome}; {end}", flush=True)
+                    print(f"{name}, call {number}, {asked}: {result.headline()}", flush=True)
 
 
-def _print_counts(log: _Log) -> None:
-    results = log.results
+def _print_counts(log: Log) -> None:
+    results = log.findings
     names = {name for name, _, _ in results}
     failing = sorted({name for (name, _, _), result in results.items() if result.is_failure})
     outcomes = collections.Counter(result.outcome for result in results.values())
-    is_cut = [result.num_sections > 1 for result in results.values() if not result.is_discarded]
+    is_cut = [result.is_split for result in results.values() if not result.is_discarded]
     print(f"{len(names)} operators, {len(results)} cases, {sum(is_cut)} of {len(is_cut)} split")
     for outcome, count in outcomes.most_common():
         print(f"{count:6} {outcome}")
-    for reason, count in collections.Counter(r.reason for r in results.values()).items():
+    for reason, count in collections.Counter(" ".join(r.remarks) for r in results.values()).items():
         print(f"{count:6} {reason or 'cut as asked, or discarded'}")
     print(f"{len(failing)} failing operators: {', '.join(failing)}")
 
@@ -89,13 +67,13 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    log = _Log(arguments.log)
+    log = Log(arguments.log)
     try:
         _sweep(arguments, log)
     except KeyboardInterrupt:
         print("interrupted")
     _print_counts(log)
-    return 1 if any(result.is_failure for result in log.results.values()) else 0
+    return 1 if any(result.is_failure for result in log.findings.values()) else 0
 
 
 if __name__ == "__main__":

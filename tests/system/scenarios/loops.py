@@ -136,7 +136,6 @@ LOOPS: dict[str, Callable[[], Scenario]] = {
         # Of a size of its own: compiled for one backward, a cached graph refuses a second.
         steps=(((6, WIDTH),),) * 4,
         train=_backward_twice,
-        is_synced=False,
         note="DDP does not reduce the second backward",
     ),
     "torch.autograd.grad on a subset": lambda: Scenario(MLP(), train=_grad_of_some),

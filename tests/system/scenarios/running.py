@@ -1,77 +1,66 @@
 """Run a row on two ranks, with one optimizer of DDP's compiled graphs, beside eager DDP.
 
-Everything here runs in the worker processes of `ranks.py`, except that `Outcome` comes back.
+Everything here runs in the worker processes of `ranks.py`, except that `Trained` comes back.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import replicate
-from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 import ddpopt.backend
-from ddpopt import _torch
 from ddpopt.split.cut import Cut
 from tests.support.device import DEVICE
 from tests.support.registration import uninstall
 from tests.system.scenarios.rows import SCENARIOS
 from tests.system.scenarios.scenario import Compile, Scenario, Trainer
+from tests.system.training.comparing import as_torch_tests
+from tests.system.training.outcomes import BOTH_RAISE, REFUSED, SILENT, Finding
+from tests.system.training.running import Attempt, Buckets, Notes, attempt, judge
 
-_CUT_BACKWARD = ("auto", "backward")
+CUT_BACKWARD = ("auto", "backward")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Trained(NamedTuple):
     """What came of one row under one optimizer, on one rank.
 
-    `eager_error` and `error` start with the exception's type. `difference` is the first value that
-    is not eager DDP's. `pieces` are the graphs that the inner compiler got, counted for each of
-    Dynamo's graphs, or the sections of the backward split. `buckets` are the Reducer's, for each
-    DDP module, by parameter index where it tells; `cuts` are ddpopt's.
+    The detail of what fails, or is refused, is one line. `pieces` are the graphs that the inner
+    compiler got, counted for each of Dynamo's graphs, or the sections of the backward split.
+    `buckets` are the Reducer's, for each DDP module, by parameter index where it tells; `cuts` are
+    ddpopt's.
     """
 
-    eager_error: str | None = None
-    error: str | None = None
-    difference: str | None = None
-    is_synced: bool = True
-    pieces: tuple[int, ...] = ()
-    num_buckets: int = 0
-    buckets: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    finding: Finding
+    pieces: tuple[int, ...]
+    buckets: tuple[Buckets | None, ...]
+    cuts: tuple[Cut, ...]
 
 
-def run_row(rank: int, name: str, optimizer: str, inner: str) -> Outcome:
+def run_row(rank: int, name: str, optimizer: str, inner: str) -> Trained:
     """Train a row eagerly and compiled, and compare."""
-    reference = functools.partial(_train, name, lambda module, **_: module, rank)
-    # A graph that is fused differently rounds differently; split in backward it is not.
-    is_exact = SCENARIOS[name]().is_exact_on_inductor and optimizer not in _CUT_BACKWARD
-    if inner == "inductor" and not is_exact:
-        reference = functools.partial(_train_compiled, name, "none", _CountPieces(inner), rank)
-    expected, eager_error = _attempt(reference)
     pieces = _CountPieces(inner)
-    compiled, error = _attempt(lambda: _train_compiled(name, optimizer, pieces, rank))
-    if expected is None or compiled is None:
-        return Outcome(eager_error=eager_error, error=error, pieces=pieces.by_graph())
-    ddps = _find_ddps(compiled.module)
-    cuts = tuple(cut for ddp in ddps for cut in ddpopt.explain(ddp).cuts)
-    return Outcome(
-        difference=_difference(compiled.state(), expected.state()),
-        is_synced=_is_synced(compiled.module),
-        pieces=pieces.by_graph() or tuple(max(1, len(cut.sections)) for cut in cuts),
-        num_buckets=sum(_num_buckets(ddp) for ddp in ddps),
-        buckets=tuple(_torch.final_buckets(ddp) for ddp in ddps),
-        cuts=cuts,
+    eager = _attempt(name, lambda module, **_: module, rank)
+    ours = _train_compiled(name, optimizer, pieces, rank)
+    finding = judge(
+        ours,
+        eager,
+        lambda: _train_compiled(name, "none", _CountPieces(inner), rank),
+        measure=as_torch_tests,
+        tells_rounding=optimizer in CUT_BACKWARD,  # which rounds as the unsplit compile does
     )
+    if finding.outcome == REFUSED:
+        is_alike = ours.raised == eager.raised
+        finding = dataclasses.replace(finding, outcome=BOTH_RAISE if is_alike else SILENT)
+    if eager.raised or ours.raised:
+        finding = dataclasses.replace(finding, detail=eager.raised or ours.raised)
+    return Trained(finding, pieces.by_graph() or ours.sections, ours.buckets, ours.cuts)
 
 
 def count_graphs(rank: int, name: str) -> int:
@@ -81,15 +70,11 @@ def count_graphs(rank: int, name: str) -> int:
     return len(pieces.by_graph())
 
 
-def _attempt(work: Callable[[], Trainer]) -> tuple[Trainer | None, str | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        text = " ".join(str(error).split())
-        return None, f"{type(error).__name__}: {text}"
+def _attempt(name: str, compile_: Compile, rank: int) -> Attempt:
+    return attempt(lambda _: _train(name, compile_, rank))  # rows are of the default group
 
 
-def _train(name: str, compile_: Compile, rank: int) -> Trainer:
+def _train(name: str, compile_: Compile, rank: int) -> tuple[Notes, nn.Module]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     scenario = SCENARIOS[name]()
@@ -98,7 +83,8 @@ def _train(name: str, compile_: Compile, rank: int) -> Trainer:
         scenario.prepare(wrapped.module)
         trainer = Trainer(scenario, wrapped, rank)
         scenario.train(trainer)
-    return trainer
+    texts = {"do ranks end with equal parameters": str(_is_synced(wrapped.module))}
+    return Notes(values=trainer.state(), texts=texts), wrapped.module
 
 
 def _small_first_bucket(scenario: Scenario) -> AbstractContextManager[None]:
@@ -110,22 +96,20 @@ def _small_first_bucket(scenario: Scenario) -> AbstractContextManager[None]:
     return mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(cap_mib * 1024 * 1024))
 
 
-def _train_compiled(name: str, optimizer: str, inner: _CountPieces, rank: int) -> Trainer:
+def _train_compiled(name: str, optimizer: str, inner: _CountPieces, rank: int) -> Attempt:
     if optimizer == "in-tree":
-        return _train_in_tree(name, inner, rank)
-    if optimizer in _CUT_BACKWARD:  # takes the compiler's name: it needs AOTAutograd's graphs
+        uninstall()
+        try:
+            return _attempt(name, functools.partial(torch.compile, backend=inner), rank)
+        finally:
+            ddpopt.backend.install()
+    if optimizer in CUT_BACKWARD:  # takes the compiler's name: it needs AOTAutograd's graphs
         options = {"inner": inner.__name__, "split": optimizer}
     else:
         options = {"inner": inner, "enabled": optimizer == "forward"}
-    return _train(name, functools.partial(torch.compile, backend="ddpopt", options=options), rank)
-
-
-def _train_in_tree(name: str, inner: _CountPieces, rank: int) -> Trainer:
-    uninstall()
-    try:
-        return _train(name, functools.partial(torch.compile, backend=inner), rank)
-    finally:
-        ddpopt.backend.install()
+    # Regions take what a partial function has.
+    compile_ = functools.partial(torch.compile, backend="ddpopt", options=options)
+    return _attempt(name, compile_, rank)
 
 
 class _CountPieces:
@@ -148,19 +132,6 @@ class _CountPieces:
         return tuple(attempts[max(attempts)] for attempts in self._calls.values())
 
 
-def _find_ddps(module: nn.Module) -> list[DistributedDataParallel]:
-    found = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
-    return found or [replicate.state(module)._ddp]
-
-
-def _difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
-    try:
-        torch.testing.assert_close(actual, expected)
-    except AssertionError as error:
-        return " ".join(str(error).split())
-    return None
-
-
 def _is_synced(module: nn.Module) -> bool:
     num_different = torch.zeros(())
     for parameter in module.parameters():
@@ -169,9 +140,3 @@ def _is_synced(module: nn.Module) -> bool:
         num_different += not torch.equal(first, parameter)
     dist.all_reduce(num_different)
     return not num_different
-
-
-def _num_buckets(ddp: DistributedDataParallel) -> int:
-    data = ddp._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    return len(sizes.split(","))

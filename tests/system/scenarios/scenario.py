@@ -115,10 +115,9 @@ class Scenario:
 
     `prepare` is called with the wrapped module before training. `dynamo_config` is patched while
     training. `fallbacks` are the reasons for which graphs of this row are compiled whole.
-    `eager_error` names the exception with which eager DDP refuses the row. `is_synced` says
-    whether ranks end with equal parameters. Where the unsplit Inductor compile is not exact either
-    (`is_exact_on_inductor`), that is what its row is compared with. `note` goes into
-    docs/compatibility.md.
+    `eager_error` names the exception with which eager DDP refuses the row. Where the unsplit
+    Inductor compile is not as eager DDP either, a row need not be (`is_exact_on_inductor`). `note`
+    goes into docs/compatibility.md.
     """
 
     model: nn.Module
@@ -133,6 +132,5 @@ class Scenario:
     dynamo_config: dict[str, Any] = field(default_factory=dict)
     fallbacks: frozenset[Reason] = frozenset()
     eager_error: str | None = None
-    is_synced: bool = True
     is_exact_on_inductor: bool = True
     note: str = ""

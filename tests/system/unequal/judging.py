@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from unittest import mock
 
 from tests.support import ranks as ranks_module
 from tests.support.ranks import RankError, Ranks
+from tests.system.training.outcomes import (
+    AS_UNSPLIT,
+    BOTH_RAISE,
+    DIFFERS,
+    EQUAL,
+    NOT_REPEATED,
+    RAISES,
+    SILENT,
+    STUCK,
+    Finding,
+)
 from tests.system.unequal.actions import ALL_RANKS
 from tests.system.unequal.running import Report, progress_of, run_script
 from tests.system.unequal.script import Script
@@ -18,42 +28,7 @@ from tests.system.unequal.twin import COMPILED, EAGER, UNSPLIT
 LIMIT_S = 25.0
 LONGER_LIMIT_S = 60.0
 
-EQUAL = "equal"
-BOTH_RAISE = "eager DDP raises or hangs, and so do we"
-AS_UNSPLIT = "as the unsplit compile, which is not as eager DDP either"
-NOT_REPEATED = "failed once, and not the second time"
-DIFFERS = "differs"
-RAISES = "raises or hangs"
-SILENT = "trains where eager DDP raises or hangs"
-STUCK = "stuck or dead"
-OUTCOMES = (EQUAL, BOTH_RAISE, AS_UNSPLIT, NOT_REPEATED, DIFFERS, RAISES, SILENT, STUCK)
-FAILURES = (DIFFERS, RAISES, SILENT, STUCK)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What came of a script; `sections` and `changed_buckets` are as rank 0 reports them."""
-
-    outcome: str
-    detail: str = ""
-    sections: tuple[int, ...] = ()
-    changed_buckets: bool = False
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether ddpopt is to blame."""
-        return self.outcome in FAILURES
-
-    @property
-    def kind(self) -> str:
-        """The outcome, where gloo's choice to raise or to end the process makes no difference."""
-        return RAISES if self.outcome == STUCK else self.outcome
-
-    @property
-    def brief(self) -> str:
-        """The detail without the lines of tracebacks."""
-        lines = self.detail.splitlines()
-        return "\n".join(line for line in lines if line and not line.startswith((" ", "Traceback")))
+BUCKETS_CHANGED = "buckets changed"
 
 
 def judge(ranks: Ranks, script: Script, plant: str = "") -> Finding:
@@ -124,5 +99,5 @@ def _judge_reports(reports: list[Report]) -> Finding:
         outcome=outcome,
         detail="\n".join(told),
         sections=reports[0].sections,
-        changed_buckets=reports[0].changed_buckets,
+        remarks=(BUCKETS_CHANGED,) * reports[0].changed_buckets,
     )

@@ -11,7 +11,6 @@ import itertools
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.system.campaigns.campaign import one_example
 from tests.system.unequal import actions
 from tests.system.unequal.actions import ALL_RANKS, NUM_RANKS, Action, Step
 from tests.system.unequal.script import COMMUNICATING, KINDS, PARTLY_UNUSED, Block, Script
@@ -350,14 +350,7 @@ def draw_script(number: int, avoided: frozenset[str] = frozenset()) -> Script:
     Drawn.avoided = avoided
     run_state_machine_as_test(
         hypothesis.seed(number)(Drawn),
-        settings=hypothesis.settings(
-            max_examples=2,
-            stateful_step_count=_MOST_ACTIONS,
-            deadline=None,
-            database=None,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=one_example(stateful_step_count=_MOST_ACTIONS),
     )
     return drawn[-1]
 

@@ -13,7 +13,6 @@ import faulthandler
 import logging
 import os
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,13 +21,14 @@ import torch.distributed as dist
 
 import ddpopt
 from ddpopt.split.cut import Cut
-from tests.system.fuzzing.checking import anywhere, relative_error
+from tests.system.campaigns.planted import planting
+from tests.system.training.comparing import differences, lines_of, within
+from tests.system.training.running import anywhere, quietly
 from tests.system.unequal.performing import perform
-from tests.system.unequal.planted import planting
 from tests.system.unequal.script import Script
 from tests.system.unequal.twin import EAGER, Twin, choosing
 
-_TOLERANCE = 1e-7  # in float64, after some forty steps; a fault makes 1e-4 and more
+_MEASURE = within(1e-7)  # in float64, after some forty steps; a fault makes 1e-4 and more
 _MOST_DIFFERENCES = 6  # that are told
 _MOST_TEXT = 3000  # characters of a traceback
 
@@ -64,18 +64,15 @@ def run_script(
     faulthandler.dump_traceback_later(18 * limit_s)  # where it hangs, if not in a collective
     with contextlib.ExitStack() as stack:
         stack.callback(faulthandler.cancel_dump_traceback_later)
-        stack.callback(logging.disable, logging.NOTSET)
-        logging.disable(logging.ERROR)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(quietly(logging.ERROR))
         # With it the unsplit compile refuses `retain_graph`, and a cut forward's sections do.
         stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
         eager, eager_error = None, ""
         if EAGER in kinds:
-            with planting(plant, EAGER, rank):
+            with planting(plant, rank, is_eager=True):
                 eager, eager_error = _train(rank, script, EAGER, limit_s, folder)
         stack.enter_context(choosing(script))
-        stack.enter_context(planting(plant, kinds[-1], rank))
+        stack.enter_context(planting(plant, rank))
         ours, error = _train(rank, script, kinds[-1], limit_s, folder)
         cuts: list[Cut] = []
         changed_buckets = False
@@ -137,17 +134,12 @@ def _group_of(kind: str, limit_s: float) -> dist.ProcessGroup:
 def _difference(script: Script, eager: Twin, ours: Twin) -> str:
     """The first action after which something differs, and what; "" if nothing does."""
     pairs = list(zip(eager.notes, ours.notes, strict=False))
+    have_ended = len(eager.notes) == len(ours.notes) == len(script.actions)
     for number, (expected, actual) in enumerate(pairs):
-        is_last = number == len(pairs) - 1  # one of the two may have raised there
-        found = []
-        for name in dict.fromkeys([*expected, *actual]):
-            if name not in expected or name not in actual:
-                if not is_last or len(eager.notes) == len(ours.notes) == len(script.actions):
-                    found.append(f"{name}: missing in {'ours' if name in expected else 'eager'}")
-                continue
-            error = relative_error(actual[name], expected[name])
-            if error > _TOLERANCE:
-                found.append(f"{name}: relative error {error:.1e}")
+        errors = differences(actual, expected, _MEASURE)
+        if number == len(pairs) - 1 and not have_ended:  # one of the two may have raised there
+            errors = {name: errors[name] for name in errors if name in expected and name in actual}
+        found = lines_of(errors).splitlines()
         if found:
             num_more = len(found) - _MOST_DIFFERENCES
             if num_more > 0:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.system.fuzzing.spec import source_of
+from tests.system.campaigns.source import source_of, value_of
 from tests.system.unequal import actions as actions_module
 from tests.system.unequal.actions import Action, Step
 
@@ -86,6 +86,8 @@ class Script:
 
     def features(self) -> Iterator[str]:
         """What can be counted of a script."""
+        for action in self.actions:
+            yield f"action {type(action).__name__}"
         for kind in {block.kind for block in self.blocks}:
             yield f"block {kind}"
         if any(block.is_checkpointed for block in self.blocks):
@@ -108,7 +110,8 @@ class Script:
 
 def script_of(source: str) -> Script:
     """The script that `str` made a line of."""
-    names = {"Block": Block, "Script": Script}
-    script = eval(source.strip().rstrip(","), names | vars(actions_module))
-    assert isinstance(script, Script), f"this is no script: {source}"
+    script: Script = value_of(source, Script, {**vars(actions_module), **_CLASSES})
     return script
+
+
+_CLASSES = {"Block": Block, "Script": Script}
