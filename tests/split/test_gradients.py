@@ -62,7 +62,6 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _beside(forward: Forward, split: str, **ddp_options: Any) -> Beside:
     """A model beside eager DDP, which is cut behind the second layer, after three steps."""
-    torch.manual_seed(0)
     ddp_options["bucket_cap_mb"] = 500 / 2**20
     beside = Beside(Layers(forward), ddp_options=ddp_options, make_optimizer=_adamw, split=split)
     beside.train(batches(0, [(4, WIDTH)] * 3))
