@@ -8,26 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
-import ddpopt
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
 from ddpopt.errors import Reason
-from tests.support.cuts import only_cut
-from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.beside import Beside
+from tests.support.models import MLP, batches
 from tests.support.registration import uninstall
-
-
-def _train_compiled(**ddp_options: Any) -> DistributedDataParallel:
-    eager, ddp = twins(MLP(), **ddp_options)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    inputs = batches(0, [(2, 64)] * 3)
-    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    return ddp
 
 
 def test_without_the_in_tree_class_to_replace_training_goes_on(
@@ -42,7 +32,7 @@ def test_without_the_in_tree_class_to_replace_training_goes_on(
     (line,) = (line for line in lines if "DDPOptimizer, which ddpopt needs" in line)
     assert torch.__version__ in line
     monkeypatch.setattr(in_tree, "DDPOptimizer", original, raising=False)
-    _train_compiled(bucket_cap_mb=1)
+    Beside(MLP(), ddp_options={"bucket_cap_mb": 1}).train(batches(0, [(2, 64)] * 2))
     ddpopt.backend.install()
 
 
@@ -58,10 +48,10 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
         return getattr(owner, f"moved_{name}") if row.name == name else read(row, owner)
 
     monkeypatch.setattr(names, "_read", without)
-    ddp = _train_compiled(bucket_cap_mb=0.03)
-    cut = only_cut(ddp)
-    assert cut.fallback is Reason.TORCH_DRIFT
-    assert name in cut.detail
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": 0.03})
+    beside.train(batches(0, [(2, 64)] * 3))
+    assert beside.cut.fallback is Reason.TORCH_DRIFT
+    assert name in beside.cut.detail
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
 
 

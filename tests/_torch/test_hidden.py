@@ -32,8 +32,9 @@ from ddpopt.errors import PlanError
 from ddpopt.planning import AllreduceCost, rebucket, tuner
 from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
+from tests.support.beside import compiled
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.registration import uninstall
 
 ROOT = Path(ddpopt.__file__).parent
@@ -196,8 +197,7 @@ class _Training:
     def compile(self, function: Callable[..., Any], is_stock: bool) -> Callable[..., Any]:
         if is_stock:
             return torch.compile(function, backend="aot_eager")
-        options = {"inner": "aot_eager", **self.options}
-        return torch.compile(function, backend="ddpopt", options=options)
+        return compiled(function, **self.options)
 
     def update(self, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -207,31 +207,30 @@ class _Training:
         return loss.detach()
 
 
-def _plain(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
+def _plain(
+    training: _Training,
+    inputs: list[torch.Tensor],
+    is_stock: bool,
+    before_step: Callable[[DistributedDataParallel], object] = id,
+) -> None:
     update = training.compile(training.update, is_stock)
     for x in inputs:
+        before_step(training.ddp)
         update(x)
 
 
 def _recorded(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
-    update = training.compile(training.update, is_stock)
     with ddpopt.record(training.ddp):
-        for x in inputs:
-            update(x)
+        _plain(training, inputs, is_stock)
 
 
 def _measured(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
-    update = training.compile(training.update, is_stock)
-    for x in inputs:
-        ddpopt.metrics(training.ddp)
-        update(x)
+    _plain(training, inputs, is_stock, ddpopt.metrics)
 
 
 def _profiled(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
-    update = training.compile(training.update, is_stock)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        for x in inputs:
-            update(x)
+        _plain(training, inputs, is_stock)
 
 
 def _in_a_thread(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
@@ -387,6 +386,7 @@ def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> 
     assert _compare(0, _PROGRAMS[name], split="forward") == ""
 
 
+@on_ranks(2)
 @pytest.mark.quick("ByteGrad")
 @pytest.mark.parametrize(
     "algorithm",
@@ -398,23 +398,27 @@ def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> 
     ],
     ids=lambda algorithm: algorithm.name,
 )
-def test_an_attached_algorithm_adds_no_graph_or_break(ranks: Ranks, algorithm: Any) -> None:
+def test_an_attached_algorithm_adds_no_graph_or_break(rank: int, algorithm: Any) -> None:
     """Its hooks break the graph where they stand, with any backend, and are not compiled."""
-    assert ranks.run(_compare, _plain, algorithm) == ["", ""]
+    assert _compare(rank, _plain, algorithm) == ""
 
 
-def _tune(rank: int, train: Callable[..., None]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Let a search end; return what differs from torch's own, the outcome, and recompiles."""
+@on_ranks(2)
+@pytest.mark.quick("plain")
+@pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
+def test_a_search_for_buckets_measures_steps_and_no_compiles(rank: int, name: str) -> None:
+    """Backward sections run as they are before and after it, and nothing is compiled anew."""
+    train = _PROGRAMS[name]
     readings = itertools.count()
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     slow = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
-    outcome = ""
+    outcome = "no search"
 
     def tune(training: _Training, inputs: list[torch.Tensor], is_stock: bool) -> None:
         nonlocal outcome
         train(training, inputs, is_stock)
-        search = tuner.find_tuner(training.ddp)
-        outcome = search.outcome if search else "no search"
+        if search := tuner.find_tuner(training.ddp):
+            outcome = search.outcome
 
     with (
         mock.patch.object(tuner, "calibrate", return_value=slow),
@@ -423,20 +427,10 @@ def _tune(rank: int, train: Callable[..., None]) -> tuple[str, str, list[tuple[s
         counts, states = _count(rank, tune, False, num_steps=20, cap_mb=1, buckets="auto")
     stocks, expected = _count(rank, train, True, num_steps=20, cap_mb=1)
     assert_equal_states(states, expected)
-    recompiled = [name for name in counts.compiled if name[1]]
-    for count in (counts, stocks):
-        count.compiled = [name for name in count.compiled if not name[1]]
-    return counts.difference_from(stocks), outcome, recompiled
-
-
-@pytest.mark.quick("plain")
-@pytest.mark.parametrize("name", ["plain", "Lightning's manual optimization"])
-def test_a_search_for_buckets_measures_steps_and_no_compiles(ranks: Ranks, name: str) -> None:
-    """Backward sections run as they are before and after it, and nothing is compiled anew."""
-    for difference, outcome, recompiled in ranks.run(_tune, _PROGRAMS[name]):
-        assert difference == ""
-        assert outcome.startswith("buckets change"), outcome
-        assert recompiled == []
+    assert outcome.startswith("buckets change"), outcome
+    assert [name for name, is_anew in counts.compiled if is_anew] == []
+    stocks.compiled = [name for name in stocks.compiled if not name[1]]
+    assert counts.difference_from(stocks) == ""
 
 
 # ---- What users give us is compiled as before -------------------------------------------------

@@ -18,6 +18,12 @@ OWN_LIMIT_S = 240.0
 _ROOM_LIMIT_S = 900.0
 # Where the tests of a module are not in the file that mirrors it.
 _TESTS_OF = {
+    "_torch/aot.py": (
+        "tests/_torch/test_aot.py",
+        "tests/_torch/test_texts.py",
+        "tests/split/test_guesses.py",
+    ),
+    "_torch/dynamo.py": ("tests/_torch/test_dynamo.py", "tests/_torch/test_texts.py"),
     "_text.py": ("tests/test_text.py",),
     "_torch/modes.py": ("tests/_torch/test_ddp.py", "tests/_torch/test_reducer_parameters.py"),
     "_torch/new_reducer.py": ("tests/_torch/test_ddp.py", "tests/planning/test_rebucket.py"),

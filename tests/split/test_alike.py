@@ -8,9 +8,9 @@ ranks would wait for each other, or add up tensors of the model and of DDP.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from ddpopt import explain
 from ddpopt.errors import DisagreementError, NotCutError, Reason
 from ddpopt.split import compiler, sections
-from ddpopt.split.cut import Cut
 from ddpopt.split.nodes import call_nodes, is_pure, may_communicate
-from tests.support.communicating import Exchange, MeanOfRanks, Normed, SumInBackward
-from tests.support.ranks import Ranks
+from tests.support.beside import Beside, compiled
+from tests.support.communicating import Exchange, Normed, SumBackward, mean_of_ranks
+from tests.support.cuts import only_cut
+from tests.support.graphs import Capture
+from tests.support.on_ranks import on_ranks
 
 WIDTH = 16
 BATCH, LENGTH = 6, 8
@@ -104,7 +106,7 @@ class Biased(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for row, bias in zip(self.rows, self.biases, strict=True):
             part = row(self.enter(x))
-            x = torch.tanh(MeanOfRanks.apply(part.mean((0, 1))) + part.sin() + bias)
+            x = torch.tanh(mean_of_ranks(part.mean((0, 1))) + part.sin() + bias)
         return x
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,7 @@ class Parallel(Biased):
     """Blocks of which each rank has a part."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return SumInBackward.apply(x)
+        return SumBackward.apply(x)
 
 
 class NumberOfSize(Norms):
@@ -145,13 +147,26 @@ def _batch_of_one(rank: int, _step: int) -> tuple[int, int]:
     return (1, 1) if rank == 1 else (BATCH, LENGTH)
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     model: Callable[[], nn.Module]
     shape: Callable[[int, int], tuple[int, int]]
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: dict[str, Any] = field(default_factory=dict)
     cap_mb: float = 0.0011  # about a layer
-    # What rank 1 does differently before the third step.
-    changes: str = ""
+    # What rank 1 does before the third step.
+    change: Callable[[Beside], object] = lambda _: None
+
+
+def _forget_code(_: Beside) -> None:
+    torch._dynamo.reset()
+
+
+def _become_eager(beside: Beside) -> None:
+    beside.run = beside.ddp
+
+
+def _compile_with_a_search(beside: Beside) -> None:
+    beside.run = compiled(beside.ddp, buckets="auto")
 
 
 CASES = {
@@ -167,12 +182,16 @@ CASES = {
     ),
     "rows are exchanged": Case(Experts, _one_compiles_anew),
     "blocks are parallel, and one rank forgets its code": Case(
-        Parallel, _equal, {"buckets": "auto"}, 0.0011, "reset"
+        Parallel, _equal, {"buckets": "auto"}, change=_forget_code
     ),
     "one rank has a batch of one": Case(Biased, _batch_of_one),
-    "all is one bucket, on one rank for other code": Case(Norms, _equal, {}, 25, "recompiles"),
-    "one rank reaches its limit of compiles, and is eager": Case(Norms, _equal, {}, 25, "eager"),
-    "one rank forgets its code": Case(BrokenNorms, _equal, {}, 0.0011, "reset"),
+    "all is one bucket, on one rank for other code": Case(
+        Norms, _equal, cap_mb=25, change=_compile_with_a_search
+    ),
+    "one rank reaches its limit of compiles, and is eager": Case(
+        Norms, _equal, cap_mb=25, change=_become_eager
+    ),
+    "one rank forgets its code": Case(BrokenNorms, _equal, change=_forget_code),
     "forward is cut, with sizes that are symbols on one rank": Case(
         NumberOfSize, _one_compiles_anew, {"split": "forward"}
     ),
@@ -181,54 +200,20 @@ CASES = {
 }
 
 
-def _train(rank: int, case: Case, *, is_compiled: bool) -> tuple[list[Any], tuple[Cut, ...]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ddp = model = DistributedDataParallel(
-        case.model(), bucket_cap_mb=case.cap_mb, broadcast_buffers=False
-    )
-    if is_compiled:
-        options = {"inner": "aot_eager", **case.options}
-        model = torch.compile(ddp, backend="ddpopt", options=options)
-    gradients = []
-    for step in range(6):
-        if step == 2 and rank == 1 and is_compiled:
-            model = _change(case.changes, ddp, model)
-        torch.manual_seed(10 * step + rank)
-        batch, length = case.shape(rank, step)
-        ddp.zero_grad()
-        model(torch.randn(batch, length, WIDTH)).square().mean().backward()
-        gradients += [parameter.grad.clone() for parameter in ddp.parameters()]
-    return gradients, explain(ddp).cuts if is_compiled else ()
-
-
-def _change(changes: str, ddp: DistributedDataParallel, model: Any) -> Any:
-    if changes == "eager":
-        return ddp
-    if changes == "reset":
-        torch._dynamo.reset()
-    if changes == "recompiles":
-        options = {"inner": "aot_eager", "buckets": "auto"}
-        return torch.compile(ddp, backend="ddpopt", options=options)
-    return model
-
-
-def _compare(rank: int, name: str) -> list[tuple[int, str]]:
-    """Train eagerly and compiled; return the sections of each graph, and why one is whole."""
-    case = CASES[name]
-    expected, _ = _train(rank, case, is_compiled=False)
-    actual, cuts = _train(rank, case, is_compiled=True)
-    for number, (gradient, other) in enumerate(zip(actual, expected, strict=True)):
-        torch.testing.assert_close(gradient, other, msg=lambda text, n=number: f"{n}: {text}")
-    return [(len(cut.sections), cut.headline()) for cut in cuts]
-
-
+@on_ranks(2)
 @pytest.mark.quick("one rank compiles anew, for buckets that DDP has formed by then")
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_differ_train_as_in_eager(ranks: Ranks, name: str) -> None:
+def test_ranks_that_differ_train_as_in_eager(rank: int, name: str) -> None:
     """Some graph is cut on both ranks: the order is not kept by giving up."""
-    for cuts in ranks.run(_compare, name):
-        assert max(num_sections for num_sections, _ in cuts) >= 3, cuts
+    case = CASES[name]
+    ddp_options = {"bucket_cap_mb": case.cap_mb, "broadcast_buffers": False}
+    beside = Beside(case.model(), ddp_options=ddp_options, **case.options)
+    for step in range(6):
+        if step == 2 and rank == 1:
+            case.change(beside)
+        torch.manual_seed(10 * step + rank)
+        beside.step(torch.randn(*case.shape(rank, step), WIDTH))
+    assert max(len(cut.sections) for cut in beside.cuts) >= 3, beside.cuts
 
 
 def _leave_collectives_apart(facts: Any, bucket_parts: Any, argument_of: Any) -> Any:
@@ -245,11 +230,9 @@ def test_an_order_by_buckets_is_refused(one_rank: None, monkeypatch: pytest.Monk
     """
     ddp = DistributedDataParallel(Norms(), bucket_cap_mb=0.004)
     monkeypatch.setattr(sections, "_choose_parts", _leave_collectives_apart)
-    options = {"inner": "aot_eager"}
-    model = torch.compile(ddp, backend="ddpopt", options=options)
+    model = compiled(ddp)
     model(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
-    (cut,) = explain(ddp).cuts
-    assert cut.fallback is Reason.COLLECTIVES
+    assert only_cut(ddp).fallback is Reason.COLLECTIVES
 
     torch._dynamo.reset()
     monkeypatch.setattr(sections, "_require_order_of_collectives", lambda *_: None)
@@ -267,9 +250,8 @@ def test_a_rank_that_cannot_cut_where_others_may_says_so(
         raise NotCutError(Reason.SECTION_FAILED, "planted")
 
     monkeypatch.setattr(compiler, "compile_backward_sections", fail)
-    ddp = DistributedDataParallel(Norms(), bucket_cap_mb=0.0011)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    with pytest.raises(Exception, match="this rank cannot cut it: SECTION_FAILED, planted"):
+    model = compiled(DistributedDataParallel(Norms(), bucket_cap_mb=0.0011))
+    with pytest.raises(Exception, match="SECTION_FAILED, planted"):
         model(torch.randn(BATCH, LENGTH, WIDTH))
 
 
@@ -285,14 +267,9 @@ def test_a_part_with_collectives_that_releases_nothing_is_left_whole(one_rank: N
 
 def test_what_is_done_to_a_dtensor_may_communicate(one_rank: None) -> None:
     """Its operators are ATen's, and call collectives where it is not looked into."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
+    capture = Capture()
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
-    torch.compile(torch.sin, backend=keep)(x)
-    (call,) = call_nodes(graphs[0].graph)
+    torch.compile(torch.sin, backend=capture)(x)
+    (call,) = call_nodes(capture.gm.graph)
     assert is_pure(call)
     assert may_communicate(call)

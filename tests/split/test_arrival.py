@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,28 +10,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
-from ddpopt.reducer import Parameter
 from ddpopt.split import state
 from ddpopt.split.arrival import Others, order_arrival
 from ddpopt.split.cut import Cut, GraphText
+from tests.support.beside import Beside
 from tests.support.buckets import real_buckets
-from tests.support.cuts import only_cut
+from tests.support.graphs import parameters
 from tests.support.logs import logged
-from tests.support.models import assert_equal_states, state_of, twins
 
 SIZE = 32
 CAP = {"bucket_cap_mb": 0.004}  # each layer's own bucket
 
 
-def _parameters(count: int) -> list[Parameter]:
-    return [Parameter(index=i, name=f"p{i}", num_bytes=10, group="f32") for i in range(count)]
-
-
 def test_gradients_arrive_in_reverse_order_of_first_use() -> None:
     """A parameter used at 0 and again later arrives last; ties go to the last registered."""
     first_use = {0: 0, 1: 3, 2: 3, 3: 7}
-    arrival = order_arrival(_parameters(4), {index: -use for index, use in first_use.items()})
+    arrival = order_arrival(parameters(4), {index: -use for index, use in first_use.items()})
     assert [p.index for p in arrival] == [3, 2, 1, 0]
 
 
@@ -40,7 +34,7 @@ def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
 
     Those of later and of earlier graphs keep the order that they are listed in.
     """
-    p = _parameters(8)
+    p = parameters(8)
     arrival = order_arrival(
         p, {1: 0, 2: -5}, arrives_before=(p[4], p[5]), arrives_after=(p[0], p[3])
     )
@@ -51,14 +45,14 @@ def test_where_all_have_gradients_parameters_of_no_graph_arrive_first() -> None:
     """The loss takes them, behind the only graph; with a static graph they are unused, and last."""
     place = {1: 0, 2: -5}
     rule = Others.around(begins=True, ends=True, may_be_unused=False)
-    assert [p.index for p in order_arrival(_parameters(4), place, others=rule)] == [3, 0, 2, 1]
+    assert [p.index for p in order_arrival(parameters(4), place, others=rule)] == [3, 0, 2, 1]
     rule = Others.around(begins=True, ends=True, may_be_unused=True)
-    assert [p.index for p in order_arrival(_parameters(4), place, others=rule)] == [2, 1, 0, 3]
+    assert [p.index for p in order_arrival(parameters(4), place, others=rule)] == [2, 1, 0, 3]
 
 
 def test_behind_a_graph_break_parameters_of_no_graph_arrive_as_they_are_registered() -> None:
     """Layers that are not compiled may have run in between; the root's own belong to none."""
-    p = _parameters(8)
+    p = parameters(8)
     rule = Others.around(begins=False, ends=True, may_be_unused=False)
     arrival = order_arrival(p, {5: 0, 6: -5}, arrives_after=(p[3], p[2]), others=rule, of_root=[0])
     assert [p.index for p in arrival] == [7, 0, 6, 5, 4, 3, 2, 1]
@@ -77,7 +71,7 @@ class Layer(nn.Module):
 
 
 class Policy(nn.Module):
-    """Returns the weight of its output layer; the loss takes it, and a deviation."""
+    """Returns the weight of its output layer; the loss takes it, and a deviation of the model's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +82,7 @@ class Policy(nn.Module):
     def forward(self, x: torch.Tensor, _: Any) -> Any:
         for layer in self.layers:
             x = layer(x)
-        return x, self.head.weight
+        return x, self.head.weight, self
 
 
 class PartlyEager(Policy):
@@ -105,11 +99,11 @@ class PartlyEager(Policy):
         x = torch._dynamo.disable(self.layers[0])(x)
         for layer in list(self.layers)[1:]:
             x = layer(x)
-        return x, self.head.weight
+        return x, self.head.weight, self
 
 
-def _policy_loss(model: Any, output: Any) -> torch.Tensor:
-    hidden, weight = output
+def _policy_loss(output: Any) -> torch.Tensor:
+    hidden, weight, model = output
     return ((hidden @ weight.t() + model.log_std.exp()) ** 2).mean()
 
 
@@ -155,27 +149,22 @@ class Blocks(nn.Module):
         return self.head(x, False)
 
 
-def _mean_square(_: Any, output: Any) -> torch.Tensor:
-    return output.square().mean()
-
-
-def _train(ddp: Any, steps: Any, loss_of: Any = _mean_square, split: str = "") -> Any:
-    """Train, compiled if `split` is given; each step is what the forward takes beside its input.
+def _train(beside: Beside, steps: Sequence[bool | None]) -> None:
+    """Train; each step is what the forward takes beside its input.
 
     A step is followed by a forward without gradients, of a batch of another size, if it is None.
     """
-    options = {"inner": "aot_eager", "split": split}
-    model = torch.compile(ddp, backend="ddpopt", options=options) if split else ddp
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for number, step in enumerate(steps):
         torch.manual_seed(number)
-        optimizer.zero_grad()
-        loss_of(ddp.module, model(torch.randn(8, SIZE), bool(step))).backward()
-        optimizer.step()
+        beside.step(torch.randn(8, SIZE), bool(step))
         if step is None:
             with torch.no_grad():
-                model(torch.randn(5, SIZE), bool(number % 2))
-    return state_of(ddp)
+                beside.run(torch.randn(5, SIZE), bool(number % 2))
+
+
+def _assert_buckets_are(cut: Cut, ddp: Any) -> None:
+    planned = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
+    assert planned == [set(bucket) for bucket in real_buckets(ddp)]
 
 
 @pytest.mark.quick("Policy-backward")
@@ -185,13 +174,11 @@ def test_buckets_of_parameters_that_only_the_loss_uses_are_as_planned(
     one_rank: None, kind: Callable[[], Any], split: str
 ) -> None:
     """Their gradients are the first; those of a layer that runs eagerly before come last."""
-    eager, ddp = twins(kind(), **CAP)
+    beside = Beside(kind(), ddp_options=CAP, loss_of=_policy_loss, split=split)
     with logged("warning") as warnings:
-        trained = _train(ddp, [False] * 4, _policy_loss, split)
-    assert_equal_states(trained, _train(eager, [False] * 4, _policy_loss))
-    cut = only_cut(ddp)
-    planned = [{p.index for p in bucket.parameters} for bucket in cut.buckets]
-    assert planned == [set(bucket) for bucket in real_buckets(ddp)]
+        _train(beside, [False] * 4)
+    cut = beside.cut
+    _assert_buckets_are(cut, beside.ddp)
     assert {p.name for p in cut.buckets[0].parameters} == {"log_std", "head.weight"}
     assert len(cut.sections) == 4
     assert not warnings
@@ -207,9 +194,9 @@ def test_buckets_that_differ_for_parameters_of_no_graph_have_a_warning_that_name
             super().__init__()
             self.layers = self._modules.pop("layers")  # behind the head
 
-    ddp = DistributedDataParallel(RegisteredFirst(), **CAP)
     with logged("warning") as warnings:
-        _train(ddp, [False] * 4, _policy_loss, "backward")
+        beside = Beside(RegisteredFirst(), ddp_options=CAP, loss_of=_policy_loss)
+        _train(beside, [False] * 4)
     (warning,) = warnings
     assert "No compiled graph uses" in warning
     assert "first step" not in warning
@@ -219,19 +206,17 @@ def test_parameters_of_blocks_that_share_a_graph_have_run_before_what_follows(
     one_rank: None,
 ) -> None:
     """The graph has those of one block; the others' are known from its calls in this forward."""
-    eager, ddp = twins(Blocks(), **CAP)
-    assert_equal_states(_train(ddp, [False] * 4, split="backward"), _train(eager, [False] * 4))
-    cuts = ddpopt.explain(ddp).cuts
-    assert len(cuts) > 2
-    assert all(cut.is_shared and cut.arrival for cut in cuts[:-1])
-    last = cuts[-1]
-    planned = [{p.index for p in bucket.parameters} for bucket in last.buckets]
-    assert planned == [set(bucket) for bucket in real_buckets(ddp)]
+    beside = Beside(Blocks(), ddp_options=CAP)
+    _train(beside, [False] * 4)
+    *of_blocks, last = beside.cuts
+    assert len(of_blocks) > 1
+    assert all(cut.is_shared and cut.arrival for cut in of_blocks)
+    _assert_buckets_are(last, beside.ddp)
 
 
-def _cuts_of_last_step(ddp: DistributedDataParallel) -> list[Any]:
+def _cuts_of_last_step(beside: Beside) -> list[Any]:
     """What is known of the graphs that ran, in their order."""
-    cuts = state.get(ddp).last_cuts
+    cuts = state.get(beside.ddp).last_cuts
     return [(len(cut.sections), cut.fallback, {p.name for p in cut.arrival}) for cut in cuts]
 
 
@@ -248,19 +233,19 @@ def test_graphs_are_cut_alike_whatever_was_compiled_before(
     found = []
     for steps in ([True] * 3, [*before, True, True]):
         torch._dynamo.reset()
-        eager, ddp = twins(Net(), **CAP)
-        assert_equal_states(_train(ddp, steps, split=split), _train(eager, steps))
-        found.append(_cuts_of_last_step(ddp))
+        beside = Beside(Net(), ddp_options=CAP, split=split)
+        _train(beside, steps)
+        found.append(_cuts_of_last_step(beside))
     assert found[0] == found[1]
     assert [num_sections for num_sections, _, _ in found[0]] == [2, 4, 0]
 
 
 def test_another_model_of_the_class_changes_nothing_of_what_ran_before(one_rank: None) -> None:
     """Models of one class share code objects, and each has its own forwards."""
-    first, second = (DistributedDataParallel(Net(), **CAP) for _ in range(2))
-    _train(first, [False] * 2, split="backward")
-    _train(second, [True] * 3, split="backward")
-    _train(first, [True] * 2, split="backward")
+    first, second = (Beside(Net(), ddp_options=CAP) for _ in range(2))
+    _train(first, [False] * 2)
+    _train(second, [True] * 3)
+    _train(first, [True] * 2)
     assert _cuts_of_last_step(first) == _cuts_of_last_step(second)
     assert [num_sections for num_sections, _, _ in _cuts_of_last_step(first)] == [2, 4, 0]
 
@@ -270,7 +255,7 @@ def test_a_graph_of_a_recomputation_stands_where_its_code_ran_in_the_forward(
 ) -> None:
     """It is compiled in backward, when all graphs of the forward have run."""
     known = state.get(DistributedDataParallel(Net(), **CAP))
-    p = _parameters(3)
+    p = parameters(3)
     for index, graph in enumerate(("4/0", "5/0", "6/0")):
         cut = Cut(graph=graph, inner="eager", num_nodes=1, arrival=(p[index],))
         known.keep(cut, GraphText())

@@ -9,6 +9,8 @@ the table for users.
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,9 @@ import ddpopt
 from ddpopt._torch.names import installed_release
 from ddpopt.errors import HookError
 from ddpopt.split import gates
+from tests.support.beside import compiled
 from tests.support.device import DEVICE
+from tests.support.ranks import error_of
 
 SIZE = 8
 BATCH = 4
@@ -64,6 +68,32 @@ class ReturnsTrunk(TwoHeads):
             x = torch.tanh(layer(x))
         x = self.left(x)
         return x, self.right(x)
+
+
+class SharesMemory(TwoHeads):
+    """Adds parameters to activations, so that gradients are views of what backward passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = nn.ParameterList(torch.randn(BATCH, SIZE) for _ in self.trunk)
+        self.rows = nn.ParameterList(torch.randn(SIZE) for _ in self.trunk)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer, term, row in zip(self.trunk, self.terms, self.rows, strict=True):
+            x = (layer(x) + term).relu() + row.expand(BATCH, SIZE)
+        return self.left(x) + self.terms[0], self.right(x)
+
+
+class Breaks(TwoHeads):
+    """Two graphs, the second of which takes two outputs of the first."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second, third = self.trunk
+        x = torch.tanh(first(x))
+        y = torch.tanh(second(x))
+        torch._dynamo.graph_break()
+        y = torch.tanh(third(y)) + x
+        return self.left(y), self.right(x)
 
 
 class UsesFunc(TwoHeads):
@@ -141,7 +171,8 @@ def _times(factor: float, gradients: Sequence[torch.Tensor | None]) -> tuple[Any
 
 # ---- The table ---------------------------------------------------------------------------------
 
-Door = Callable[[Case], Any]  # returns what is compared, beside the gradients of the weights
+# Gets an input; returns what is compared beside the gradients of the input and of the weights.
+Door = Callable[[Case, torch.Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +188,21 @@ ROWS: dict[str, Row] = {}
 
 
 def row(
-    outcome: Outcome = SAME, *, model: type[nn.Module] = TwoHeads, is_cut: bool = True
+    outcome: Outcome = SAME, *models: type[nn.Module], is_cut: bool = True
 ) -> Callable[[Door], Door]:
-    """Put a door into the table, by its name."""
+    """Put a door into the table, by its name, for each model."""
 
     def add(door: Door) -> Door:
-        assert door.__name__ not in ROWS
-        ROWS[door.__name__] = Row(door, outcome, model, is_cut)
+        for model in models or (TwoHeads,):
+            name = f"{door.__name__}-{model.__name__}" if len(models) > 1 else door.__name__
+            assert name not in ROWS
+            ROWS[name] = Row(door, outcome, model, is_cut)
         return door
 
     return add
+
+
+MODELS = (TwoHeads, SharesMemory, Breaks)
 
 
 # From 2.15 on (2.14 was not tried) torch leaves a forward to eager in which it sees dual numbers.
@@ -177,202 +213,209 @@ _SEES_DUAL_NUMBERS = installed_release() >= (2, 15)
 
 
 @row()
-def backward(case: Case) -> Any:
-    x = _x()
+def backward(case: Case, x: torch.Tensor) -> Any:
     torch.autograd.backward(case.loss(x))
-    return x.grad
 
 
 @row()
-def backward_with_inputs_the_input_alone(case: Case) -> Any:
-    x = _x()
+def backward_with_inputs(case: Case, x: torch.Tensor) -> Any:
+    # The input; weights of the first section, of the last, one by one; an output.
     case.loss(x).backward(inputs=[x])
-    return x.grad
-
-
-@row()
-def backward_with_inputs_weights_of_the_first_section(case: Case) -> Any:
-    x = _x()
     case.loss(x).backward(inputs=case.weights[-2:])
-    return x.grad
-
-
-@row()
-def backward_with_inputs_weights_of_the_last_section(case: Case) -> Any:
-    x = _x()
     case.loss(x).backward(inputs=case.weights[:1])
-    return x.grad
-
-
-@row()
-def backward_with_inputs_one_weight_after_another(case: Case) -> Any:
-    loss = case.loss(_x())
+    loss = case.loss(x)
     for weight in case.weights:
         loss.backward(inputs=[weight], retain_graph=True)
-
-
-@row()
-def backward_with_inputs_an_output(case: Case) -> Any:
-    outputs = case.forward(_x())
+    outputs = case.forward(x)
     _loss(outputs).backward(inputs=[outputs[0]])
     return outputs[0].grad
 
 
+@row(SAME, *MODELS)
+def grad_of_every_pair(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
+    pairs = itertools.combinations([x, *case.weights], 2)
+    return [torch.autograd.grad(loss, pair, retain_graph=True) for pair in pairs]
+
+
 @row()
-def grad_of_a_tensor_before_the_graph(case: Case) -> Any:
-    before = _x() * 2
+def grad_of_a_tensor_before_the_graph(case: Case, x: torch.Tensor) -> Any:
+    before = x * 2
     return torch.autograd.grad(case.loss(before), [before, *case.weights[2:4]])
 
 
 @row()
-def grad_of_outputs_and_from_them_on(case: Case) -> Any:
-    x = _x()
+def grad_of_outputs_and_from_them_on(case: Case, x: torch.Tensor) -> Any:
     outputs = case.forward(x)
     passed_in = torch.autograd.grad(_loss(outputs), outputs, retain_graph=True)
     return passed_in, torch.autograd.grad(outputs, [x, *case.weights], passed_in)
 
 
-@row(AS_UNSPLIT, model=ReturnsTrunk)
-def grad_of_an_output_that_the_graph_reads(case: Case) -> Any:
-    outputs = case.forward(_x())
+@row(AS_UNSPLIT, ReturnsTrunk)
+def grad_of_an_output_that_the_graph_reads(case: Case, x: torch.Tensor) -> Any:
+    outputs = case.forward(x)
     return torch.autograd.grad(_loss(outputs), outputs[0])
 
 
 @row()
-def grad_with_an_unused_tensor(case: Case) -> Any:
-    x, unused = _x(), _x()
-    return torch.autograd.grad(case.loss(x), [x, unused, *case.weights], allow_unused=True)
+def grad_with_an_unused_tensor(case: Case, x: torch.Tensor) -> Any:
+    unused = _x()
+    wanted = [x, unused, *case.weights]
+    materialized = torch.autograd.grad(case.loss(x), wanted, materialize_grads=True)
+    return materialized, torch.autograd.grad(case.loss(x), wanted, allow_unused=True)
 
 
 @row()
-def grad_with_an_unused_tensor_that_is_not_allowed(case: Case) -> Any:
-    return torch.autograd.grad(case.loss(_x()), [*case.weights, _x()])
+def grad_with_an_unused_tensor_that_is_not_allowed(case: Case, x: torch.Tensor) -> Any:
+    return torch.autograd.grad(case.loss(x), [*case.weights, _x()])
 
 
 @row()
-def grad_that_materializes(case: Case) -> Any:
-    x, unused = _x(), _x()
-    return torch.autograd.grad(case.loss(x), [x, unused, *case.weights], materialize_grads=True)
-
-
-@row()
-def grad_of_a_batch_of_gradients(case: Case) -> Any:
-    x = _x()
+def grad_of_a_batch_of_gradients(case: Case, x: torch.Tensor) -> Any:
     left, _ = case.forward(x)
     return torch.autograd.grad(left, [x, *case.weights[:-2]], _vectors(), is_grads_batched=True)
 
 
 @row(AS_UNSPLIT)
-def grad_under_vmap(case: Case) -> Any:
-    x = _x()
+def grad_under_vmap(case: Case, x: torch.Tensor) -> Any:
     left, _ = case.forward(x)
     return torch.vmap(lambda v: torch.autograd.grad(left, x, v, retain_graph=True))(_vectors())
 
 
 @row()
-def several_roots_one_without_a_gradient(case: Case) -> Any:
-    x = _x()
+def several_roots_one_without_a_gradient(case: Case, x: torch.Tensor) -> Any:
     left, right = case.forward(x)
     torch.autograd.backward([left, right.sum()], [torch.ones_like(left), None])
-    return x.grad
 
 
 @row()
-def one_of_the_outputs_alone(case: Case) -> Any:
-    x = _x()
+def one_of_the_outputs_alone(case: Case, x: torch.Tensor) -> Any:
     left, _ = case.forward(x)
     return torch.autograd.grad(left.sum(), [x, *case.weights[:-2]])
 
 
 @row()
-def roots_of_two_graphs(case: Case) -> Any:
-    x, other = _x(), _x(1)
+def roots_of_two_graphs(case: Case, x: torch.Tensor) -> Any:
+    other = _x(1)
     torch.autograd.backward([case.loss(x), case.loss(other)])
-    return x.grad, other.grad
+    return other.grad
 
 
 @row()
-def edges_as_inputs(case: Case) -> Any:
-    x = _x()
+def edges(case: Case, x: torch.Tensor) -> Any:
+    # As inputs of grad and of backward, then as roots.
     before = x * 2
     outputs = case.forward(before)
-    edges = [get_gradient_edge(t) for t in (x, before, *outputs, *case.weights)]
-    return torch.autograd.grad(_loss(outputs), edges)
+    inputs = [get_gradient_edge(t) for t in (x, before, *outputs, *case.weights)]
+    gradients = torch.autograd.grad(_loss(outputs), inputs)
+    of_weights = [get_gradient_edge(weight) for weight in case.weights[2:5]]
+    torch.autograd.backward(case.loss(x), inputs=of_weights)
+    roots = [get_gradient_edge(output) for output in case.forward(x)]
+    torch.autograd.backward(roots, [torch.ones_like(x), torch.ones_like(x)])
+    return gradients
 
 
 @row()
-def edges_as_inputs_of_backward(case: Case) -> Any:
-    edges = [get_gradient_edge(weight) for weight in case.weights[2:5]]
-    torch.autograd.backward(case.loss(_x()), inputs=edges)
-
-
-@row()
-def edges_as_roots(case: Case) -> Any:
-    x = _x()
-    edges = [get_gradient_edge(output) for output in case.forward(x)]
-    torch.autograd.backward(edges, [torch.ones_like(x), torch.ones_like(x)])
-    return x.grad
-
-
-@row()
-def edges_of_every_node_as_inputs(case: Case) -> Any:
-    loss = case.loss(_x())
-    edges = [GradientEdge(node, 0) for node in _nodes(loss.grad_fn)]
-    torch.autograd.grad(loss, edges, allow_unused=True)
+def edges_of_every_node_as_inputs(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
+    inputs = [GradientEdge(node, 0) for node in _nodes(loss.grad_fn)]
+    torch.autograd.grad(loss, inputs, allow_unused=True)
 
 
 # ---- Again, and twice ----------------------------------------------------------------------------
 
 
-@row()
-def retained_three_times(case: Case) -> Any:
-    x = _x()
+@row(SAME, *MODELS)
+def retained_three_times(case: Case, x: torch.Tensor) -> Any:
     loss = case.loss(x)
     for is_last in (False, False, True):
         loss.backward(retain_graph=not is_last)
-    return x.grad
 
 
 @row()
-def twice_without_retaining(case: Case) -> Any:
-    loss = case.loss(_x())
+def twice_without_retaining(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     loss.backward()
     loss.backward()
 
 
 @row()
-def create_graph(case: Case) -> Any:
-    x = _x()
+def twice_without_retaining_the_first_time_a_part(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
+    torch.autograd.grad(loss, case.weights[-2:])
+    loss.backward()
+
+
+@row()
+def outstanding_forwards_in_any_order(case: Case, x: torch.Tensor) -> Any:
+    for order in itertools.permutations(range(3)):
+        losses = [case.loss(_x(seed)) for seed in range(3)]
+        for k in order:
+            losses[k].backward()
+
+
+@row()
+def one_backward_through_several_forwards(case: Case, x: torch.Tensor) -> Any:
+    (case.loss(case.forward(x)[0]) + case.loss(x)).backward()
+
+
+class _BackwardInBackward(torch.autograd.Function):
+    """The identity; its backward adds the gradient of a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, case: Case) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.case = case
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (inner,) = torch.autograd.grad(ctx.case.loss(x), x)
+        return gradient + inner, None
+
+
+@row()
+def a_backward_in_a_backward(case: Case, x: torch.Tensor) -> Any:
+    case.loss(_BackwardInBackward.apply(case.forward(x)[0], case)).backward()
+
+
+@row()
+def create_graph(case: Case, x: torch.Tensor) -> Any:
     gradients = torch.autograd.grad(case.loss(x), [x, *case.weights], create_graph=True)
     assert all(gradient.requires_grad for gradient in gradients)
     return gradients
 
 
 @row(AS_UNSPLIT)
-def differentiating_an_inputs_gradient(case: Case) -> Any:
-    x = _x()
+def differentiating_an_inputs_gradient(case: Case, x: torch.Tensor) -> Any:
     (gradient,) = torch.autograd.grad(case.loss(x), x, create_graph=True)
     gradient.square().sum().backward()
 
 
 @row(AS_UNSPLIT)
-def differentiating_weights_gradients(case: Case) -> Any:
-    gradients = torch.autograd.grad(case.loss(_x()), case.weights, create_graph=True)
-    sum(gradient.square().sum() for gradient in gradients).backward()
+def differentiating_each_weights_gradient(case: Case, x: torch.Tensor) -> Any:
+    gradients = torch.autograd.grad(case.loss(x), case.weights, create_graph=True)
+    errors = []
+    for gradient in gradients:
+        for inputs in (None, case.weights):
+            again = functools.partial(gradient.square().sum().backward, retain_graph=True)
+            errors.append(error_of(functools.partial(again, inputs=inputs)))
+    return errors
 
 
 # ---- Hooks ---------------------------------------------------------------------------------------
 
 
 @row()
-def hooks_on_tensors(case: Case) -> Any:
+def hooks_on_tensors(case: Case, x: torch.Tensor) -> Any:
     def add_one(weight: torch.Tensor) -> None:
         weight.grad.add_(1)
 
     for weight in case.weights:
         case.hooks.append(weight.register_hook(lambda gradient: gradient * 2))
         case.hooks.append(weight.register_post_accumulate_grad_hook(add_one))
-    x = _x()
     before = x * 2
     before.register_hook(lambda gradient: gradient * 3)
     before.retain_grad()
@@ -380,53 +423,61 @@ def hooks_on_tensors(case: Case) -> Any:
     outputs[0].register_hook(lambda gradient: gradient * 0.5)
     outputs[1].retain_grad()
     _loss(outputs).backward()
-    return x.grad, before.grad, outputs[1].grad
+    return before.grad, outputs[1].grad
+
+
+@row(SAME, *MODELS)
+def hooks_that_write_to_gradients(case: Case, x: torch.Tensor) -> Any:
+    # Eager's may share memory, so there a hook has to copy.
+    is_eager = case.forward is case.ddp
+
+    def add_one(weight: torch.Tensor) -> None:
+        weight.grad.add_(1)
+
+    for weight in case.weights:
+        double = torch.Tensor.mul if is_eager else torch.Tensor.mul_
+        case.hooks.append(weight.register_hook(lambda gradient, f=double: f(gradient, 2)))
+        case.hooks.append(weight.register_post_accumulate_grad_hook(add_one))
+    for seed in range(2):
+        case.loss(_x(seed)).backward()
 
 
 @row()
-def hooks_on_accumulation_nodes(case: Case) -> Any:
+def hooks_on_accumulation_nodes(case: Case, x: torch.Tensor) -> Any:
     seen = []
     nodes = [get_gradient_edge(weight).node for weight in case.weights]
     for node in nodes:
         case.hooks.append(node.register_prehook(lambda gradients: _times(2, gradients)))
         case.hooks.append(node.register_hook(lambda _, gradients: seen.append(gradients[0].sum())))
-    case.loss(_x()).backward()
+    case.loss(x).backward()
     return len(seen), sum(seen)
 
 
 @row()
-def multi_grad_hook_all(case: Case) -> Any:
+def multi_grad_hooks(case: Case, x: torch.Tensor) -> Any:
     seen: list[Any] = []
-    x = _x()
     left, right = case.forward(x)
     tensors = [x, left, *case.weights[::3]]
     case.hooks.append(graph.register_multi_grad_hook(tensors, seen.append))
+    # Weights that lie apart: autograd orders those of one section by itself.
+    apart = [case.weights[0], case.weights[-1]]
+    case.hooks.append(graph.register_multi_grad_hook(apart, seen.append, mode="any"))
     _loss((left, right)).backward()
     return seen
 
 
 @row()
-def multi_grad_hook_all_where_some_get_none(case: Case) -> Any:
+def multi_grad_hook_where_some_get_none(case: Case, x: torch.Tensor) -> Any:
     seen: list[Any] = []
     hook = graph.register_multi_grad_hook([case.weights[0], *case.weights[3:5]], seen.append)
     case.hooks.append(hook)
-    case.loss(_x()).backward(inputs=case.weights[3:])
+    case.loss(x).backward(inputs=case.weights[3:])
     return seen
 
 
 @row()
-def multi_grad_hook_any(case: Case) -> Any:
-    # Of weights that lie apart: autograd orders those of one section by itself.
-    seen: list[Any] = []
-    tensors = [case.weights[0], case.weights[-1]]
-    case.hooks.append(graph.register_multi_grad_hook(tensors, seen.append, mode="any"))
-    case.loss(_x()).backward()
-    return seen
-
-
-@row()
-def hooks_on_every_node_that_look(case: Case) -> Any:
-    loss = case.loss(_x())
+def hooks_on_every_node_that_look(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     num_calls = [0, 0]
 
     def count(kind: int) -> None:
@@ -436,64 +487,57 @@ def hooks_on_every_node_that_look(case: Case) -> Any:
     for node in nodes:
         case.hooks.append(node.register_prehook(lambda _: count(0)))
         case.hooks.append(node.register_hook(lambda _, __: count(1)))
+        # And some that return what they got.
+        case.hooks.append(node.register_prehook(lambda gradients: gradients))
+        case.hooks.append(node.register_hook(lambda gradients, _: gradients))
         node.metadata["key"] = "value"
     loss.backward()
     assert num_calls == [len(nodes)] * 2
 
 
 @row()
-def hooks_on_every_node_that_return_what_they_got(case: Case) -> Any:
-    loss = case.loss(_x())
-    for node in _nodes(loss.grad_fn):
-        case.hooks.append(node.register_prehook(lambda gradients: gradients))
-        case.hooks.append(node.register_hook(lambda gradients, _: gradients))
-    loss.backward()
-
-
-@row()
-def prehook_on_the_outputs_node_that_returns_others(case: Case) -> Any:
-    outputs = case.forward(_x())
+def prehook_on_the_outputs_node_that_returns_others(case: Case, x: torch.Tensor) -> Any:
+    outputs = case.forward(x)
     for node in dict.fromkeys(output.grad_fn for output in outputs):
         case.hooks.append(node.register_prehook(lambda gradients: _times(2, gradients)))
     _loss(outputs).backward()
 
 
 @row(REFUSED)
-def hook_on_the_outputs_node_that_returns_others(case: Case) -> Any:
-    left, _ = case.forward(_x())
+def hook_on_the_outputs_node_that_returns_others(case: Case, x: torch.Tensor) -> Any:
+    left, _ = case.forward(x)
     case.hooks.append(left.grad_fn.register_hook(lambda gradients, _: _times(2, gradients)))
     left.sum().backward()
 
 
 @row(REFUSED)
-def prehooks_on_every_node_that_return_others(case: Case) -> Any:
-    loss = case.loss(_x())
+def prehooks_on_every_node_that_return_others(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     for node in _nodes(loss.grad_fn):
         case.hooks.append(node.register_prehook(lambda gradients: _times(1, gradients)))
     loss.backward()
 
 
 @row(REFUSED)
-def prehooks_on_every_node_that_return_none(case: Case) -> Any:
-    loss = case.loss(_x())
+def prehooks_on_every_node_that_return_none(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     for node in _nodes(loss.grad_fn):
         case.hooks.append(node.register_prehook(lambda gradients: (None,) * len(gradients)))
     loss.backward()
 
 
 @row()
-def full_backward_hooks_on_the_module(case: Case) -> Any:
+def full_backward_hooks_on_the_module(case: Case, x: torch.Tensor) -> Any:
     seen: list[Any] = []
     ddp = case.ddp
     case.hooks.append(ddp.register_full_backward_pre_hook(lambda _, after: _times(2, after)))
     case.hooks.append(ddp.register_full_backward_hook(lambda _, *both: seen.append(both)))
-    x = _x()
     case.loss(x).backward()
-    return x.grad, seen
+    return seen
 
 
 @row()
-def a_backward_in_a_hook(case: Case) -> Any:
+def a_backward_in_a_hook(case: Case, x: torch.Tensor) -> Any:
     seen: list[Any] = []
 
     def hook(_: torch.Tensor) -> None:
@@ -503,12 +547,26 @@ def a_backward_in_a_hook(case: Case) -> Any:
         seen.extend(torch.autograd.grad(loss, case.weights))
 
     case.hooks.append(case.weights[-1].register_hook(hook))
-    case.loss(_x()).backward()
+    case.loss(x).backward()
     return seen
 
 
 @row()
-def a_callback_that_a_hook_queues(case: Case) -> Any:
+def the_same_backward_in_a_hook(case: Case, x: torch.Tensor) -> Any:
+    seen: list[Any] = []
+    loss = case.loss(x)
+
+    def hook(_: torch.Tensor) -> None:
+        case.hooks.pop().remove()
+        seen.extend(torch.autograd.grad(loss, case.weights, retain_graph=True))
+
+    case.hooks.append(case.weights[2].register_hook(hook))
+    loss.backward(retain_graph=True)
+    return seen
+
+
+@row()
+def a_callback_that_a_hook_queues(case: Case, x: torch.Tensor) -> Any:
     have_gradients: list[bool] = []
 
     def queue(_: torch.Tensor) -> None:
@@ -518,7 +576,7 @@ def a_callback_that_a_hook_queues(case: Case) -> Any:
         )
 
     case.hooks.append(case.weights[2].register_hook(queue))
-    case.loss(_x()).backward()
+    case.loss(x).backward()
     return have_gradients
 
 
@@ -526,38 +584,30 @@ def a_callback_that_a_hook_queues(case: Case) -> Any:
 
 
 @row()
-def saved_tensors_hooks(case: Case) -> Any:
+def saved_tensors_hooks(case: Case, x: torch.Tensor) -> Any:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().double()
 
     with graph.saved_tensors_hooks(pack, torch.Tensor.float):
-        loss = case.loss(_x())
+        loss = case.loss(x)
     loss.backward()
-
-
-@row()
-def save_on_cpu(case: Case) -> Any:
     with graph.save_on_cpu():
-        loss = case.loss(_x())
+        loss = case.loss(x)
     loss.backward()
-
-
-@row()
-def saved_tensors_hooks_disabled(case: Case) -> Any:
     with graph.disable_saved_tensors_hooks("not here"):
-        case.loss(_x()).backward()
+        case.loss(x).backward()
 
 
 @row()
-def version_of_a_weight_incremented(case: Case) -> Any:
-    loss = case.loss(_x())
+def version_of_a_weight_incremented(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     graph.increment_version(case.weights[2])
     loss.backward()
 
 
 @row()
-def version_of_an_input_incremented(case: Case) -> Any:
-    before = _x() * 1
+def version_of_an_input_incremented(case: Case, x: torch.Tensor) -> Any:
+    before = x * 1
     loss = case.loss(before)
     graph.increment_version(before)
     loss.backward()
@@ -567,124 +617,114 @@ def version_of_an_input_incremented(case: Case) -> Any:
 
 
 @row()
-def without_autograds_threads(case: Case) -> Any:
-    loss = case.loss(_x())
+def without_autograds_threads(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()
 
 
 @row()
-def backward_in_another_thread(case: Case) -> Any:
-    loss = case.loss(_x())
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-
-
-@row()
-def forward_in_another_thread(case: Case) -> Any:
+def in_other_threads(case: Case, x: torch.Tensor) -> Any:
+    # Forward in one, backward in another.
     losses: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: losses.append(case.loss(_x())))
-    thread.start()
-    thread.join()
-    losses[0].backward()
+
+    def run(call: Callable[[], object]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    run(lambda: losses.append(case.loss(x)))
+    run(losses[0].backward)
 
 
 @row()
-def backward_under_no_grad(case: Case) -> Any:
-    loss = case.loss(_x())
+def backward_under_no_grad(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
     with torch.no_grad():
         loss.backward()
 
 
 @row()
-def backward_in_inference_mode(case: Case) -> Any:
-    x = _x()
+def backward_in_inference_mode(case: Case, x: torch.Tensor) -> Any:
     loss = case.loss(x)
     with torch.inference_mode():
         loss.backward()
-    return x.grad.clone()
 
 
 @row()
-def a_gradient_made_in_inference_mode(case: Case) -> Any:
-    outputs = case.forward(_x())
+def a_gradient_made_in_inference_mode(case: Case, x: torch.Tensor) -> Any:
+    outputs = case.forward(x)
     with torch.inference_mode():
         passed_in = torch.ones(BATCH, SIZE, device=DEVICE)
     torch.autograd.backward(outputs, [passed_in, passed_in])
 
 
-@row()
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def anomaly_mode(case: Case) -> Any:
-    with torch.autograd.detect_anomaly():
-        case.loss(_x()).backward()
+@row(AS_UNSPLIT)  # which rounds otherwise
+def autocast_around_backward_alone(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        loss.backward()
 
 
 @row()
-def anomaly_mode_finds_a_nan_behind_the_graph(case: Case) -> Any:
+def another_default_dtype_in_backward(case: Case, x: torch.Tensor) -> Any:
+    loss = case.loss(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@row()
+def anomaly_mode(case: Case, x: torch.Tensor) -> Any:
     with torch.autograd.detect_anomaly():
-        before = torch.sqrt(_x() * 0)
+        case.loss(x).backward()
+
+
+@row()
+def anomaly_mode_finds_a_nan_behind_the_graph(case: Case, x: torch.Tensor) -> Any:
+    with torch.autograd.detect_anomaly():
+        before = torch.sqrt(x * 0)
         case.loss(before).backward()
 
 
 # ---- Checkpoints around the compiled module ------------------------------------------------------
 
 
-def _checkpointed(case: Case, *, use_reentrant: bool, early_stop: bool) -> Any:
-    x = _x()
-    with checkpoints.set_checkpoint_early_stop(early_stop):
-        _loss(checkpoints.checkpoint(case.forward, x, use_reentrant=use_reentrant)).backward()
-    return x.grad
-
-
 @row()
-def checkpoint_that_stops_early(case: Case) -> Any:
-    return _checkpointed(case, use_reentrant=False, early_stop=True)
+def checkpoints_around_the_module(case: Case, x: torch.Tensor) -> Any:
+    for use_reentrant, early_stop in itertools.product((False, True), repeat=2):
+        with checkpoints.set_checkpoint_early_stop(early_stop):
+            outputs = checkpoints.checkpoint(case.forward, x, use_reentrant=use_reentrant)
+            _loss(outputs).backward()
 
 
-@row()
-def checkpoint_that_does_not_stop_early(case: Case) -> Any:
-    return _checkpointed(case, use_reentrant=False, early_stop=False)
-
-
-@row()
-def checkpoint_that_is_reentrant(case: Case) -> Any:
-    return _checkpointed(case, use_reentrant=True, early_stop=True)
-
-
-@row()
-def checkpoint_that_is_reentrant_and_does_not_stop_early(case: Case) -> Any:
-    return _checkpointed(case, use_reentrant=True, early_stop=False)
-
-
-@row(model=CheckpointsLayers)
-def checkpoints_in_the_graph_that_do_not_stop_early(case: Case) -> Any:
+@row(SAME, CheckpointsLayers)
+def checkpoints_in_the_graph_that_do_not_stop_early(case: Case, x: torch.Tensor) -> Any:
     with checkpoints.set_checkpoint_early_stop(False):
-        case.loss(_x()).backward()
+        case.loss(x).backward()
 
 
 # ---- torch.func, forward mode, torch.autograd.functional ----------------------------------------
 
 
-@row(model=UsesFunc)
-def func_in_the_graph(case: Case) -> Any:
-    x = _x()
+@row(SAME, UsesFunc)
+def func_in_the_graph(case: Case, x: torch.Tensor) -> Any:
     case.loss(x).backward()
-    return x.grad
 
 
 @row(SAME if _SEES_DUAL_NUMBERS else AS_UNSPLIT, is_cut=not _SEES_DUAL_NUMBERS)
-def forward_mode(case: Case) -> Any:
+def forward_mode(case: Case, x: torch.Tensor) -> Any:
     with forward_ad.dual_level():
-        left, _ = case.forward(forward_ad.make_dual(_x().detach(), _x(1).detach()))
+        left, _ = case.forward(forward_ad.make_dual(x.detach(), _x(1).detach()))
         return tuple(forward_ad.unpack_dual(left))
 
 
 @row()
-def reverse_mode_at_a_level_of_forward_mode(case: Case) -> Any:
+def reverse_mode_at_a_level_of_forward_mode(case: Case, x: torch.Tensor) -> Any:
     with forward_ad.dual_level():
-        case.loss(_x()).backward()
+        case.loss(x).backward()
 
 
 def _left(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -692,61 +732,49 @@ def _left(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @row()
-def functional_jacobian(case: Case) -> Any:
-    return functional.jacobian(_left(case), _x().detach())
-
-
-@row()
-def functional_jacobian_vectorized(case: Case) -> Any:
-    return functional.jacobian(_left(case), _x().detach(), vectorize=True)
+def functional_jacobian_and_vjp(case: Case, x: torch.Tensor) -> Any:
+    x, left = x.detach(), _left(case)
+    plain, vectorized = (functional.jacobian(left, x, vectorize=v) for v in (False, True))
+    return plain, vectorized, functional.vjp(left, x, _x(1).detach())
 
 
 @row(SAME if _SEES_DUAL_NUMBERS else AS_UNSPLIT, is_cut=not _SEES_DUAL_NUMBERS)
-def functional_jacobian_in_forward_mode(case: Case) -> Any:
-    x = _x().detach()
+def functional_jacobian_in_forward_mode(case: Case, x: torch.Tensor) -> Any:
+    x = x.detach()
     return functional.jacobian(_left(case), x, vectorize=True, strategy="forward-mode")
 
 
-@row()
-def functional_vjp(case: Case) -> Any:
-    return functional.vjp(_left(case), _x().detach(), _x(1).detach())
+@row(AS_UNSPLIT)
+def functional_jvp(case: Case, x: torch.Tensor) -> Any:
+    return functional.jvp(_left(case), x.detach(), _x(1).detach())
 
 
 @row(AS_UNSPLIT)
-def functional_jvp(case: Case) -> Any:
-    return functional.jvp(_left(case), _x().detach(), _x(1).detach())
+def functional_hessian(case: Case, x: torch.Tensor) -> Any:
+    return functional.hessian(case.loss, x.detach())
 
 
 @row(AS_UNSPLIT)
-def functional_hessian(case: Case) -> Any:
-    return functional.hessian(case.loss, _x().detach())
-
-
-@row(AS_UNSPLIT)
-def functional_hvp(case: Case) -> Any:
-    return functional.hvp(case.loss, _x().detach(), _x(1).detach())
+def functional_hvp(case: Case, x: torch.Tensor) -> Any:
+    return functional.hvp(case.loss, x.detach(), _x(1).detach())
 
 
 # ---- Stages of torch.distributed.pipelining ------------------------------------------------------
 
 
 @row()
-def pipelining_stage_backward(case: Case) -> Any:
-    x = _x()
+def pipelining_stage_backward(case: Case, x: torch.Tensor) -> Any:
     outputs = case.forward(x)
     return pipelining.stage_backward(outputs, [torch.ones_like(x), torch.ones_like(x)], [x])
 
 
 @row()
-def pipelining_stage_backward_input_alone(case: Case) -> Any:
-    x = _x()
+def pipelining_stage_backward_input_alone(case: Case, x: torch.Tensor) -> Any:
     pipelining.stage_backward_input([case.loss(x)], None, [x], case.weights)
-    return x.grad
 
 
 @row(REFUSED)
-def pipelining_stage_backward_input_then_weight(case: Case) -> Any:
-    x = _x()
+def pipelining_stage_backward_input_then_weight(case: Case, x: torch.Tensor) -> Any:
     loss = case.loss(x)
     # The first call detaches the loss. On torch 2.11 that frees the nodes of Functions: the groups
     # hold only their contexts, and the second call raises an error of torch's.
@@ -754,13 +782,12 @@ def pipelining_stage_backward_input_then_weight(case: Case) -> Any:
     _, groups = pipelining.stage_backward_input([loss], None, [x], case.weights)
     pipelining.stage_backward_weight(case.weights, groups)
     del node
-    return x.grad
 
 
 @row(REFUSED)
-def a_nodes_kept_gradient_passed_in_twice(case: Case) -> Any:
+def a_nodes_kept_gradient_passed_in_twice(case: Case, x: torch.Tensor) -> Any:
     # What pipelining does, without its groups of weights.
-    loss = case.loss(_x())
+    loss = case.loss(x)
     nodes = [node for node in _nodes(loss.grad_fn) if node.name() == "GateBackward"]
     (node, *_) = nodes or _nodes(loss.grad_fn)
     (kept,) = torch.autograd.grad(loss, [GradientEdge(node, 0)], retain_graph=True)
@@ -773,16 +800,16 @@ def a_nodes_kept_gradient_passed_in_twice(case: Case) -> Any:
 
 
 @row(is_cut=False)
-def func_functional_call(case: Case) -> Any:
+def func_functional_call(case: Case, x: torch.Tensor) -> Any:
     # None of these is a parameter that DDP reduces.
     other = {n: (p * 2).detach().requires_grad_() for n, p in case.forward.named_parameters()}
-    _loss(torch.func.functional_call(case.forward, other, (_x(),))).backward()
+    _loss(torch.func.functional_call(case.forward, other, (x,))).backward()
     return [weight.grad for weight in other.values()]
 
 
 @row(is_cut=False)
-def func_grad_of_a_functional_call(case: Case) -> Any:
-    x = _x().detach()
+def func_grad_of_a_functional_call(case: Case, x: torch.Tensor) -> Any:
+    x = x.detach()
 
     def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
         return _loss(torch.func.functional_call(case.forward, weights, (x,)))
@@ -792,41 +819,26 @@ def func_grad_of_a_functional_call(case: Case) -> Any:
 
 
 @row(is_cut=False)
-def func_grad(case: Case) -> Any:
-    return torch.func.grad(case.loss)(_x().detach())
+def func_over_the_module(case: Case, x: torch.Tensor) -> Any:
+    x, other = x.detach(), _x(1).detach()
+    loss, pull_back = torch.func.vjp(case.loss, x)
+    return (
+        pull_back(torch.ones_like(loss)),
+        torch.func.grad(case.loss)(x),
+        torch.func.jvp(case.loss, (x,), (other,)),
+        torch.func.vmap(case.forward)(_vectors()),
+        torch.func.jacrev(case.loss)(x),
+    )
 
 
 @row(is_cut=False)
-def func_vjp(case: Case) -> Any:
-    loss, pull_back = torch.func.vjp(case.loss, _x().detach())
-    return pull_back(torch.ones_like(loss))
-
-
-@row(is_cut=False)
-def func_jvp(case: Case) -> Any:
-    return torch.func.jvp(case.loss, (_x().detach(),), (_x(1).detach(),))
-
-
-@row(is_cut=False)
-def func_vmap(case: Case) -> Any:
-    return torch.func.vmap(case.forward)(_vectors())
-
-
-@row(is_cut=False)
-def func_jacrev(case: Case) -> Any:
-    return torch.func.jacrev(case.loss)(_x().detach())
-
-
-@row(is_cut=False)
-def mutation_of_saved_tensors_allowed(case: Case) -> Any:
-    x = _x()
+def mutation_of_saved_tensors_allowed(case: Case, x: torch.Tensor) -> Any:
     with graph.allow_mutation_on_saved_tensors():
         before = x * 1
         loss = case.loss(before)
         with torch.no_grad():
             before.mul_(2)
         loss.backward()
-    return x.grad
 
 
 # ---- Running it ----------------------------------------------------------------------------------
@@ -848,15 +860,14 @@ class Models:
         ddp = DistributedDataParallel(model().to(DEVICE), bucket_cap_mb=0.0001)
         if form == "eager":
             return Case(ddp, ddp)
-        options: dict[str, Any] = {"inner": "aot_eager"}
-        options |= {"enabled": False} if form == "unsplit" else {"split": "backward"}
-        case = Case(ddp, torch.compile(ddp, backend="ddpopt", options=options))
+        options: dict[str, Any] = {"split": "backward"} if form == "cut" else {"enabled": False}
+        case = Case(ddp, compiled(ddp, **options))
         for _ in range(3):  # until then all gradients are accumulated after all sections
             case.loss(_x()).backward()
         if form == "cut":
-            (cut,) = ddpopt.explain(ddp).cuts
-            assert cut.split == "backward"
-            assert len(cut.sections) > 3
+            cuts = ddpopt.explain(ddp).cuts
+            assert {cut.split for cut in cuts} == {"backward"}
+            assert sum(len(cut.sections) for cut in cuts) > 3
         return case
 
 
@@ -879,12 +890,13 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _run(door: Door, case: Case) -> list[Any]:
-    """What a door returns, and the weights' gradients; or the error that it raises."""
+    """What a door returns, and gradients; or the error that it raises."""
     case.ddp.zero_grad()
+    x = _x()
     try:
         with case.ddp.no_sync():  # a backward in part would leave DDP waiting
-            returned = door(case)
-        return _leaves([returned, case.gradients()])
+            returned = door(case, x)
+        return _leaves([returned, x.grad, case.gradients()])
     except Exception as error:  # each door raises what it likes: it is compared
         return [type(error), str(error)[:60]]
     finally:

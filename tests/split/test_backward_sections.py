@@ -61,6 +61,12 @@ def _choose(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardS
     return dataclasses.replace(cuts, sections=cut_from_sections(cuts).with_buckets(made).sections)
 
 
+def _cut(facts: BackwardFacts, buckets: Sequence[Sequence[int]]) -> BackwardSections:
+    chosen = _choose(facts, buckets)
+    assert isinstance(chosen, BackwardSections), chosen
+    return chosen
+
+
 def _sections(chosen: BackwardSections | Reason) -> list[list[int]]:
     assert isinstance(chosen, BackwardSections), chosen
     return [list(chosen.order[s.start : s.stop]) for s in chosen.sections]
@@ -134,9 +140,8 @@ def test_no_cut_moves_past_where_a_gradient_in_no_bucket_is_released_for_bytes()
     reads = [{}, {0: NO}, {1: NO}, {2: NO}, {3: NO}]
     gradients = {0: (1,), 1: (4,), 2: (0,)}
     for sizes in ([1, 9, 9, 1, 1], [9, 1, 1, 9, 9]):
-        chosen = _choose(_facts(reads, gradients, sizes, memory_reads={2: (2,)}), [[0], [1]])
+        chosen = _cut(_facts(reads, gradients, sizes, memory_reads={2: (2,)}), [[0], [1]])
         assert _sections(chosen) == [[0, 1], [2, 3, 4]]
-        assert isinstance(chosen, BackwardSections)
         assert chosen.releases == ((0,), (1, 2))
 
 
@@ -175,26 +180,23 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
     reads = [{}, {0: NO}, {}, {2: NO}]
     again = {0: frozenset([9]), 2: frozenset([9])}
     facts = _facts(reads, {0: (1,), 1: (3,)}, memory_reads={9: (0, 2)}, snapshot_reads=again)
-    chosen = _choose(facts, [[0], [1]])
+    chosen = _cut(facts, [[0], [1]])
     assert _sections(chosen) == [[0, 1], [2, 3]]
-    assert isinstance(chosen, BackwardSections)
     assert chosen.snapshot_reads == {2: frozenset([9])}
 
 
 def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
     """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1."""
     facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
-    chosen = _choose(facts, [[0], [1, 2]])
+    chosen = _cut(facts, [[0], [1, 2]])
     assert _sections(chosen) == [[0, 1, 2], [3, 4]]
-    assert isinstance(chosen, BackwardSections)
     assert chosen.releases == ((0,), (1, 2))
 
 
 def test_a_gradient_within_a_by_product_is_still_made_for_its_own_bucket() -> None:
     """Call 2 is made with bucket 1, whose gradient 0 it is fused with; it reads bucket 0's, 1."""
     reads = [{}, {}, {0: Tie.FUSED, 1: Tie.FUSED}, {0: NO}]
-    chosen = _choose(_facts(reads, {0: (1,), 1: (0,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
-    assert isinstance(chosen, BackwardSections)
+    chosen = _cut(_facts(reads, {0: (1,), 1: (0,), 2: (2,), 3: (3,)}), [[0], [1], [2, 3]])
     assert _sections(chosen) == [[1], [0, 2], [3]]
     assert chosen.releases == ((0,), (1,), (2, 3))
 
@@ -310,10 +312,9 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
 
 def test_one_bucket_is_cut_between_collectives() -> None:
     """Gradients 0, 1 and 2 are made by calls 0, 2 and 4; calls 1 and 3 communicate."""
-    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}, {2: Tie.NONE}, {3: Tie.NONE}]
+    reads = [{}, {0: NO}, {1: NO}, {2: NO}, {3: NO}]
     facts = _facts(reads, {0: (0,), 1: (2,), 2: (4,)}, collectives=[1, 3])
-    chosen = _choose(facts, [[0, 1, 2]])
-    assert isinstance(chosen, BackwardSections)
+    chosen = _cut(facts, [[0, 1, 2]])
     assert _sections(chosen) == [[0], [1, 2], [3, 4]]
     assert chosen.releases == ((0,), (1,), (2,))
     assert [section.completes for section in chosen.sections] == [(), (), (0,)]
@@ -321,34 +322,31 @@ def test_one_bucket_is_cut_between_collectives() -> None:
 
 def test_a_collective_behind_all_releases_has_a_section() -> None:
     """That of an input's gradient, which another rank may not need at all."""
-    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}]
-    chosen = _choose(_facts(reads, {0: (1,)}, collectives=[2]), [[0]])
-    assert isinstance(chosen, BackwardSections)
+    reads = [{}, {0: NO}, {1: NO}]
+    chosen = _cut(_facts(reads, {0: (1,)}, collectives=[2]), [[0]])
     assert _sections(chosen) == [[0, 1], [2]]
     assert chosen.releases == ((0,), ())
 
 
 def test_a_gradient_that_is_there_from_the_start_leaves_before_the_first_collective() -> None:
     """A bias behind the last collective, where nothing has to be summed: a batch of one."""
-    reads = [{}, {0: Tie.NONE}]
-    chosen = _choose(_facts(reads, {0: (), 1: (1,)}, collectives=[0]), [[0, 1]])
-    assert isinstance(chosen, BackwardSections)
+    reads = [{}, {0: NO}]
+    chosen = _cut(_facts(reads, {0: (), 1: (1,)}, collectives=[0]), [[0, 1]])
     assert _sections(chosen) == [[], [0, 1]]
     assert chosen.releases == ((0,), (1,))
 
 
 def test_gradients_in_no_bucket_keep_their_place_among_collectives() -> None:
     """A hook of theirs may communicate as well: experts' gradients are reduced by hooks."""
-    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}, {2: Tie.NONE}]
+    reads = [{}, {0: NO}, {1: NO}, {2: NO}]
     facts = _facts(reads, {0: (0,), 1: (2,), 2: (3,)}, collectives=[1])
-    chosen = _choose(facts, [[1, 2]])
-    assert isinstance(chosen, BackwardSections)
+    chosen = _cut(facts, [[1, 2]])
     assert chosen.releases == ((0,), (1, 2))
 
 
 def test_a_parameter_that_is_read_behind_a_collective_and_its_gradient_forbids_cuts() -> None:
     """The read has to come before the release, which has to come before the collective."""
-    reads = [{}, {0: Tie.NONE}, {1: Tie.NONE}]
+    reads = [{}, {0: NO}, {1: NO}]
     facts = _facts(reads, {0: (0,), 1: (2,)}, collectives=[1], memory_reads={0: (2,)})
     assert _choose(facts, [[0], [1]]) is Reason.COLLECTIVES
     assert _choose(facts, [[0, 1]]) is Reason.COLLECTIVES

@@ -22,6 +22,7 @@ import ddpopt
 from ddpopt._torch import cached
 from ddpopt.split import compiler
 from ddpopt.split.compiler import BackwardCutter
+from tests.support.beside import compiled
 from tests.support.models import MLP, WIDTH
 from tests.support.releases import CACHES_OUR_CODE, needs_our_code_in_caches
 
@@ -54,10 +55,10 @@ def _step(
     torch.manual_seed(0)
     eager = MLP().to(dtype)
     ddp = DistributedDataParallel(copy.deepcopy(eager), bucket_cap_mb=cap_mb)
-    compiled = torch.compile(ddp, backend="ddpopt", dynamic=dynamic, options=options)
+    model = compiled(ddp, "inductor", dynamic=dynamic, **options)
     inputs = (torch.randn(8, WIDTH) if batch is None else batch).to(dtype)
     with context():
-        for forward in (eager, compiled):
+        for forward in (eager, model):
             loss = forward(inputs).square().sum()
             if retain_graph:
                 loss.backward(retain_graph=True)

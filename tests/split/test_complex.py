@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.cuts import only_cut
-from tests.support.models import assert_equal_states, train
+from tests.support.beside import Beside
+from tests.support.models import batches
 
 WIDTH = 16
 
@@ -36,15 +35,13 @@ def test_a_model_with_complex_numbers_trains_as_unsplit(one_rank: None, split: s
     Inductor (torch 2.13, 2.15) has such sections read a tensor before it has written to a part of
     it, unless it is kept from writing in place: gradients were off by half.
     """
-    states = []
-    for is_enabled in (True, False):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(Filters(), bucket_cap_mb=0.001)
-        options = {"enabled": is_enabled, "split": split}
-        compiled = torch.compile(ddp, backend="ddpopt", options=options)
-        states.append(train(ddp, [torch.randn(8, WIDTH) for _ in range(2)], compiled))
-        if is_enabled:
-            assert len(only_cut(ddp).sections) > 2
-            assert only_cut(ddp).split == split
-    assert_equal_states(*states, bitwise=split == "backward")
+    beside = Beside(
+        Filters(),
+        ddp_options={"bucket_cap_mb": 0.001},
+        inner="inductor",
+        split=split,
+        as_unsplit=split == "backward",
+    )
+    beside.train(batches(0, [(8, WIDTH)] * 2))
+    assert beside.cut.split == split
+    assert len(beside.cut.sections) > 2

@@ -15,6 +15,7 @@ from typing import Any
 import networkx
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,18 +25,19 @@ from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import dump
 from ddpopt.split.cut import Cut, GraphText
+from tests.support.beside import Beside, compiled
 from tests.support.cuts import only_cut
-from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.ranks import Ranks
+from tests.support.models import MLP, batches, train
+from tests.support.on_ranks import on_ranks
 
 CAP_MB = 0.0316  # two layers fill a bucket, so there are three
 
 
 def _train(dump_dir: Path | str, num_steps: int = 2, **options: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=options.pop("cap_mb", CAP_MB))
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **options})
+    model = compiled(ddp, **options)
     with config.patch(dump_dir=str(dump_dir)):
-        train(ddp, batches(0, [(2, 64)] * num_steps), compiled)
+        train(ddp, batches(0, [(2, 64)] * num_steps), model)
     return ddp
 
 
@@ -101,12 +103,11 @@ def test_a_graph_that_is_compiled_whole_is_dumped_with_the_reason(
 
 def test_each_compile_of_a_frame_has_its_folder(one_rank: None, tmp_path: Path) -> None:
     """A second shape compiles the frame again."""
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": CAP_MB})
     with config.patch(dump_dir=str(tmp_path)):
-        train(ddp, batches(0, [(2, 64), (5, 64)]), compiled)
+        beside.train(batches(0, [(2, 64), (5, 64)]))
     names = [folder.name for folder in _compile_folders(tmp_path)]
-    assert names == [cut.graph.replace("/", "_") for cut in ddpopt.explain(ddp).cuts]
+    assert names == [cut.graph.replace("/", "_") for cut in beside.cuts]
     assert len(names) == 2
 
 
@@ -182,12 +183,10 @@ def test_a_dump_that_fails_costs_one_warning_and_no_training(
 ) -> None:
     """A file is where the folder should be; later compiles do not try again."""
     (tmp_path / "file").write_text("")
-    eager, ddp = twins(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    inputs = batches(0, [(2, 64), (5, 64)])
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": CAP_MB})
     with config.patch(dump_dir=str(tmp_path / "file" / "dumps")):
-        assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert [cut.fallback for cut in ddpopt.explain(ddp).cuts] == [None, None]
+        beside.train(batches(0, [(2, 64), (5, 64)]))
+    assert [cut.fallback for cut in beside.cuts] == [None, None]
     (text,) = (r.getMessage() for r in caplog.records if "no longer dumped" in r.getMessage())
     assert "NotADirectoryError" in text
 
@@ -207,17 +206,13 @@ def test_without_a_dump_folder_nothing_is_formatted_or_written(
     assert not list(tmp_path.iterdir())
 
 
-def _dump_on_rank(_rank: int, dump_dir: str) -> None:
-    _train(dump_dir)
-
-
-def test_each_rank_has_its_folder(ranks: Ranks, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_each_rank_has_its_folder(rank: int, tmp_path: Path) -> None:
     """The folder is named after the rank."""
-    ranks.run(_dump_on_rank, str(tmp_path))
-    names = sorted(folder.name for folder in tmp_path.iterdir())
-    assert [name.partition("-pid")[0] for name in names] == ["rank0", "rank1"]
-    for name in names:
-        assert len(list(tmp_path.glob(f"{name}/*/backward_section_*.py"))) == 3
+    _train(tmp_path)
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob(f"rank{rank}-pid{os.getpid()}/*/backward_section_*.py"))) == 3
 
 
 MLP_CAP_MB = 0.03  # two layers of MLP fill a bucket
@@ -225,13 +220,13 @@ MLP_CAP_MB = 0.03  # two layers of MLP fill a bucket
 
 def _explain(module: nn.Module, *, is_recorded: bool = False, **options: Any) -> Explanation:
     ddp = DistributedDataParallel(module, bucket_cap_mb=options.pop("cap_mb", MLP_CAP_MB))
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **options})
+    model = compiled(ddp, **options)
     x = torch.randn(8, 64)
     for _ in range(3):
-        compiled(x).square().mean().backward()
+        model(x).square().mean().backward()
     if is_recorded:
         with ddpopt.record(ddp):
-            compiled(x).square().mean().backward()
+            model(x).square().mean().backward()
     return ddpopt.explain(ddp)
 
 
@@ -316,8 +311,7 @@ def test_buckets_have_times_once_these_are_known(one_rank: None) -> None:
     module = MLP()
     plan = ddpopt.plan(module, torch.randn(8, 64), network=network, world_size=2, backend=None)
     ddp = DistributedDataParallel(module, bucket_cap_mb=MLP_CAP_MB)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    compiled(torch.randn(8, 64)).sum().backward()
+    compiled(ddp)(torch.randn(8, 64)).sum().backward()
     predicted = ddpopt.explain(ddp, plan).to_networkx()
     for graph, kind in ((measured, "measured"), (predicted, "predicted")):
         bucket = graph.nodes["bucket 1"]
@@ -352,9 +346,13 @@ def test_graphml_gives_the_same_graph_back(one_rank: None, tmp_path: Path) -> No
     graph = _explain(_Named(), is_recorded=True).to_networkx()
     assert "a<b>" in graph.nodes["bucket 0"]["parameters"]
     networkx.write_graphml(graph, tmp_path / "x.graphml")
-    again = networkx.read_graphml(tmp_path / "x.graphml")
-    assert dict(again.nodes(data=True)) == dict(graph.nodes(data=True))
-    assert list(again.edges(data=True)) == list(graph.edges(data=True))
+    _assert_is_in(tmp_path / "x.graphml", graph)
+
+
+def _assert_is_in(path: Path, graph: networkx.DiGraph) -> None:
+    read = networkx.read_graphml(path)
+    assert dict(read.nodes(data=True)) == dict(graph.nodes(data=True))
+    assert list(read.edges(data=True)) == list(graph.edges(data=True))
 
 
 def test_a_dump_has_the_graph_beside_the_cut(one_rank: None, tmp_path: Path) -> None:
@@ -363,6 +361,4 @@ def test_a_dump_has_the_graph_beside_the_cut(one_rank: None, tmp_path: Path) -> 
         explanation = _explain(MLP(bias=False))
     (path,) = tmp_path.rglob("cut.graphml")
     assert (path.parent / "cut.json").is_file()
-    dumped, graph = networkx.read_graphml(path), explanation.to_networkx()
-    assert dict(dumped.nodes(data=True)) == dict(graph.nodes(data=True))
-    assert list(dumped.edges(data=True)) == list(graph.edges(data=True))
+    _assert_is_in(path, explanation.to_networkx())

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.beside import compiled
 from tests.support.buckets import assigned_by_torch, real_buckets
 from tests.support.cuts import only_cut
 from tests.support.fake_ddp import cut_of
@@ -148,12 +149,9 @@ class Row:
 SMALL = {"bucket_cap_mb": 0.03}
 ROWS: dict[str, Row] = {
     "default caps": Row(lambda: MLP(width=WIDE), {}, WIDE),
-    "cap 0.001": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb": 0.001}, WIDE, 6),
     "cap 0.5": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb": 0.5}, WIDE, 6),
-    "cap 1": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb": 1}, WIDE, 6),
     "cap 3": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb": 3}, WIDE, 2),
     "cap 25": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb": 25}, WIDE, 0),
-    "cap 100": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb": 100}, WIDE, 0),
     "list of caps": Row(lambda: MLP(width=WIDE), {"bucket_cap_mb_list": [0.1, 2, 1]}, WIDE, 3),
     "find unused": Row(MLP, {**SMALL, "find_unused_parameters": True}),
     "find unused, default caps": Row(
@@ -198,9 +196,7 @@ def test_predicted_buckets_are_the_reducers(one_rank: None, name: str, split: st
     What has sections can be cut in backward, in every row.
     """
     row = ROWS[name]
-    options = {"inner": "aot_eager", "split": split}
-    model = torch.compile(row.model(), backend="ddpopt", options=options)
-    ddp = DistributedDataParallel(model, **row.options)
+    ddp = DistributedDataParallel(compiled(row.model(), split=split), **row.options)
     for _ in range(4):
         ddp(torch.randn(3, row.width)).float().sum().backward()
     cut = only_cut(ddp)
@@ -217,7 +213,7 @@ def test_delayed_parameters_are_not_in_buckets(one_rank: None) -> None:
     model = MLP()
     delayed = [(f"layers.{i}.weight", model.layers[i].weight) for i in (0, 4)]
     ddp = DistributedDataParallel(
-        torch.compile(model, backend="ddpopt", options={"inner": "aot_eager"}),
+        compiled(model),
         delay_all_reduce_named_params=[(f"_orig_mod.{n}", p) for n, p in delayed],
         param_to_hook_all_reduce=delayed[0][1],
         **SMALL,

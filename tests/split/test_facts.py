@@ -193,58 +193,40 @@ def _add_one(y: torch.Tensor) -> torch.Tensor:
     return y * 2
 
 
-@pytest.mark.parametrize(
-    "in_place",
-    [
-        lambda y: y.relu_(),
-        lambda y: F.relu(y, inplace=True),
-        lambda y: F.dropout(y, 0.5, True, True),
-        lambda y: y[:, 0].add_(1),
-        lambda y: torch.add(torch.ones(4, 4), 1, out=y.detach()),
-        lambda y: y.__setitem__(0, 1.0),
-        lambda y: torch._foreach_add_([y.detach()], 1.0),
-        lambda y: torch._foreach_copy_([y.detach()], [torch.ones(4, 4)]),
-        lambda y: torch.max(torch.ones(4, 4, 4), 0, out=(y.detach(), torch.ones(4, 4).long())),
-        lambda y: torch.ops.aten.add.out(torch.ones(4, 4), 1, out=y.detach()),
-        lambda y: torch.ops.aten.mul_(y, 2),
-        lambda y: _write_later(torch.ones(4, 4), y.detach()),
-        lambda y: _OPS.write_later(torch.ones(4, 4), out=y.detach()),
-        lambda y: _OPS.write_list(torch.ones(4, 4), [y.detach()]),
-        lambda y: F.relu(input=y, inplace=True),
-        lambda y: torch.relu_(input=y),
-        lambda y: F.batch_norm(torch.ones(4, 4), y.detach()[0], torch.ones(4), training=True),
-        lambda y: checkpoint(_add_one, y, use_reentrant=False),
-    ],
-    ids=[
-        "method",
-        "inplace=",
-        "positional inplace",
-        "through a view",
-        "out=",
-        "setitem",
-        "list",
-        "list of lists",
-        "out= of two",
-        "overload with out=",
-        "packet",
-        "later argument",
-        "later keyword",
-        "later list",
-        "inplace= of input=",
-        "input=",
-        "running average",
-        "checkpoint",
-    ],
-)
-def test_no_cut_where_two_views_are_passed_and_one_is_written_to(
-    in_place: Callable[..., Any],
-) -> None:
+IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
+    "method": lambda y: y.relu_(),
+    "inplace=": lambda y: F.relu(y, inplace=True),
+    "positional inplace": lambda y: F.dropout(y, 0.5, True, True),
+    "through a view": lambda y: y[:, 0].add_(1),
+    "out=": lambda y: torch.add(torch.ones(4, 4), 1, out=y.detach()),
+    "setitem": lambda y: y.__setitem__(0, 1.0),
+    "list": lambda y: torch._foreach_add_([y.detach()], 1.0),
+    "list of lists": lambda y: torch._foreach_copy_([y.detach()], [torch.ones(4, 4)]),
+    "out= of two": lambda y: torch.max(
+        torch.ones(4, 4, 4), 0, out=(y.detach(), torch.ones(4, 4).long())
+    ),
+    "overload with out=": lambda y: torch.ops.aten.add.out(torch.ones(4, 4), 1, out=y.detach()),
+    "packet": lambda y: torch.ops.aten.mul_(y, 2),
+    "later argument": lambda y: _write_later(torch.ones(4, 4), y.detach()),
+    "later keyword": lambda y: _OPS.write_later(torch.ones(4, 4), out=y.detach()),
+    "later list": lambda y: _OPS.write_list(torch.ones(4, 4), [y.detach()]),
+    "inplace= of input=": lambda y: F.relu(input=y, inplace=True),
+    "input=": lambda y: torch.relu_(input=y),
+    "running average": lambda y: F.batch_norm(
+        torch.ones(4, 4), y.detach()[0], torch.ones(4), training=True
+    ),
+    "checkpoint": lambda y: checkpoint(_add_one, y, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_no_cut_where_two_views_are_passed_and_one_is_written_to(form: str) -> None:
     """The sharing would be lost, in whatever form the write is."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         y = x @ p[0]
         z = y.t()
-        in_place(y)
+        IN_PLACE[form](y)
         return (z * y).sin()
 
     names, legal = _legal(forward_of(forward, (4, 4)))

@@ -18,14 +18,17 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt.errors import Reason
 from ddpopt.split.cut import Section
 from ddpopt.split.facts import read_forward
 from ddpopt.split.forward import copy_for_cutting, make_stitched_graph
 from ddpopt.split.nodes import call_nodes
+from tests.support.beside import Beside, compiled
+from tests.support.cuts import only_cut
 from tests.support.graphs import Capture, forward_of
-from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.models import MLP, assert_equal_states, batches, state_of, twins
+
+CAP = {"bucket_cap_mb": 0.03}
 
 
 def _section(index: int, start: int, stop: int) -> Section:
@@ -56,6 +59,13 @@ def _split_at(capture: Capture, cuts: list[int]) -> torch.fx.GraphModule:
         copied,
         [_section(i, a, b) for i, (a, b) in enumerate(itertools.pairwise(bounds))],
     )
+
+
+def _assert_same(split: torch.fx.GraphModule, capture: Capture) -> None:
+    """Outputs and gradients are equal to the bit."""
+    ours, whole = (_run(gm, capture.example_inputs) for gm in (split, capture.gm))
+    # Squares of squares overflow, and then both are NaN.
+    torch.testing.assert_close(ours, whole, rtol=0, atol=0, equal_nan=True)
 
 
 def _run(gm: torch.nn.Module, inputs: list[Any]) -> list[torch.Tensor]:
@@ -114,13 +124,7 @@ def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
     cuts = sorted(data.draw(st.sets(st.sampled_from(places)))) if places else []
     stitched = _split_at(capture, cuts)
     assert len(stitched.graph.find_nodes(op="call_module")) == len(cuts) + 1
-    for split, whole in zip(
-        _run(stitched, capture.example_inputs),
-        _run(capture.gm, capture.example_inputs),
-        strict=True,
-    ):
-        # Squares of squares overflow, and then both are NaN.
-        torch.testing.assert_close(split, whole, rtol=0, atol=0, equal_nan=True)
+    _assert_same(stitched, capture)
 
 
 def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
@@ -138,12 +142,7 @@ def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
     stitched = _split_at(capture, [cut])
     kinds = [str(node.target) for part in stitched.children() for node in call_nodes(part.graph)]
     assert kinds.index("detach") < kinds.index("clone")
-    for split, whole in zip(
-        _run(stitched, capture.example_inputs),
-        _run(capture.gm, capture.example_inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(split, whole, rtol=0, atol=0)
+    _assert_same(stitched, capture)
 
 
 def test_dynamos_graph_is_left_as_it_is() -> None:
@@ -215,13 +214,11 @@ def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The graph is compiled whole; one warning names the section and the error."""
-    eager, ddp = twins(MLP(), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": _FailsOn(2)})
-    inputs = batches(0, [(2, 64)] * 3)
-    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs), bitwise=True)
+    beside = Beside(MLP(), ddp_options=CAP, inner=_FailsOn(2))
+    beside.train(batches(0, [(2, 64)] * 3))
     (text,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
     assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in text
-    assert not ddpopt.explain(ddp).cuts[0].sections
+    assert not beside.cut.sections
 
 
 def test_what_fails_whole_too_raises_what_the_unsplit_compile_raises(one_rank: None) -> None:
@@ -229,10 +226,9 @@ def test_what_fails_whole_too_raises_what_the_unsplit_compile_raises(one_rank: N
     raised = []
     for enabled in (True, False):
         torch._dynamo.reset()
-        ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-        options = {"inner": _never_compiles, "enabled": enabled}
+        model = compiled(DistributedDataParallel(MLP(), **CAP), _never_compiles, enabled=enabled)
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
-            torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, 64))
+            model(torch.randn(2, 64))
         raised.append(str(error.value).splitlines()[:2])
     assert raised[0] == raised[1]
     assert "ZeroDivisionError: no such machine" in raised[0][1]
@@ -255,11 +251,10 @@ def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_r
                 x = layer(x).relu()
             return x
 
-    eager, ddp = twins(Convolutions(), bucket_cap_mb=0.002)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"layout_optimization": True})
-    inputs = batches(0, [(2, 8, 6, 6)] * 3)
-    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert len(ddpopt.explain(ddp).cuts[0].sections) == 3
+    options = {"inner": "inductor", "layout_optimization": True}
+    beside = Beside(Convolutions(), ddp_options={"bucket_cap_mb": 0.002}, **options)
+    beside.train(batches(0, [(2, 8, 6, 6)] * 2))
+    assert len(beside.cut.sections) == 3
 
 
 def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) -> None:
@@ -286,11 +281,10 @@ def test_each_backward_compile_sees_its_own_sections_metadata(one_rank: None) ->
             return second, first
 
     ddp = DistributedDataParallel(Uneven(4), bucket_cap_mb=0.01, find_unused_parameters=True)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
-    second, first = compiled(torch.randn(2, 64))
+    second, first = compiled(ddp, inner)(torch.randn(2, 64))
     torch.autograd.grad(first.sum(), [ddp.module.layers[0].weight], retain_graph=True)
     second.sum().backward()
-    assert len(seen) == len(ddpopt.explain(ddp).cuts[0].sections) >= 2
+    assert len(seen) == len(only_cut(ddp).sections) >= 2
     assert len({n for n, _ in seen}) > 1, "the sections must differ for this test to mean anything"
     assert all(num_inputs == num_recorded for num_inputs, num_recorded in seen)
 
@@ -344,11 +338,9 @@ def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(
     one_rank: None, model: type[MLP], inner: str
 ) -> None:
     """No section's backward finds what it saved changed, and every bucket has its section."""
-    eager, ddp = twins(model(), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": inner})
-    inputs = batches(0, [(2, 64)] * 4)
-    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    assert len(ddpopt.explain(ddp).cuts[0].sections) == 3
+    beside = Beside(model(), ddp_options=CAP, inner=inner)
+    beside.train(batches(0, [(2, 64)] * 4))
+    assert len(beside.cut.sections) == 3
 
 
 def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: None) -> None:
@@ -359,15 +351,13 @@ def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: N
         for retain_graph in (False, True):
             torch._dynamo.reset()
             torch.manual_seed(0)
-            eager, ddp = twins(MLP(4), bucket_cap_mb=0.03)
-            compiled = torch.compile(ddp, backend="ddpopt", options={"split": "forward"})
-            for forward in (eager, compiled):
+            eager, ddp = twins(MLP(4), **CAP)
+            for forward in (eager, compiled(ddp, "inductor", split="forward")):
                 loss = forward(x).sigmoid().sum()
                 if retain_graph:
                     loss.backward(retain_graph=True)
                 loss.backward()
-            for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
-                torch.testing.assert_close(actual.grad, expected.grad)
+            assert_equal_states(state_of(ddp), state_of(eager))
     assert counters["inductor"]["fxgraph_cache_hit"] > 0
 
 
@@ -410,11 +400,7 @@ class _Untraced(MLP):
 
 def test_a_function_that_dynamo_does_not_look_into_is_called_in_its_section(one_rank: None) -> None:
     """The graph has the function, and the structure of its arguments, as attributes."""
-    inputs = batches(0, [(4, 64)] * 3)
-    eager, ddp = twins(_Untraced(), bucket_cap_mb=0.02)
-    options = {"inner": "aot_eager", "split": "forward"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    assert_equal_states(train(ddp, inputs, compiled), train(eager, inputs))
-    cut = ddpopt.explain(ddp).cuts[-1]
-    assert cut.fallback is None
-    assert len(cut.sections) > 2
+    beside = Beside(_Untraced(), ddp_options={"bucket_cap_mb": 0.02}, split="forward")
+    beside.train(batches(0, [(4, 64)] * 3))
+    assert beside.cut.fallback is None
+    assert len(beside.cut.sections) > 2

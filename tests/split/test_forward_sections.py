@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpopt.errors import NotCutError, Reason
-from ddpopt.reducer import Bucket, Parameter, ReducerRules, predict_buckets
+from ddpopt.reducer import Bucket, ReducerRules, predict_buckets
 from ddpopt.split.arrival import order_arrival
 from ddpopt.split.cut import Cut, Section
 from ddpopt.split.facts import ForwardFacts
-from ddpopt.split.sections import choose_forward_sections
-
-
-def _parameters(count: int) -> list[Parameter]:
-    return [Parameter(index=i, name=f"p{i}", num_bytes=10, group="f32") for i in range(count)]
+from ddpopt.split.sections import choose_forward_sections, fine_buckets
+from tests.support.graphs import parameters
 
 
 def _facts(
@@ -43,8 +39,10 @@ def _facts(
     )
 
 
-def _buckets(arrival: tuple[Parameter, ...], *caps: int) -> tuple[Bucket, ...]:
-    return predict_buckets(arrival, ReducerRules(caps_bytes=caps, is_rebuilt=True))
+def _buckets(count: int, first_use: dict[int, int], cap: int) -> tuple[Bucket, ...]:
+    """Buckets of so many parameters: backward passes the first use of each last."""
+    arrival = order_arrival(parameters(count), {i: -use for i, use in first_use.items()})
+    return predict_buckets(arrival, ReducerRules(caps_bytes=(cap,), is_rebuilt=True))
 
 
 def _reason(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> Reason:
@@ -59,11 +57,6 @@ def _sections(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> tuple[Section
     return cut.with_buckets(buckets).sections
 
 
-def _arrive(parameters: Any, first_use: dict[int, int]) -> tuple[Parameter, ...]:
-    """Order parameters as their gradients arrive: backward passes a parameter's first use last."""
-    return order_arrival(parameters, {i: -use for i, use in first_use.items()})
-
-
 def _starts(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> list[int]:
     return [section.start for section in _sections(facts, buckets)]
 
@@ -71,7 +64,7 @@ def _starts(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> list[int]:
 def test_cuts_stand_in_front_of_the_use_that_completes_a_bucket() -> None:
     """Two parameters a bucket: the cut is at the first use of the second."""
     facts = _facts({0: 0, 1: 2, 2: 5, 3: 8})
-    buckets = _buckets(_arrive(_parameters(4), facts.first_use), 20)
+    buckets = _buckets(4, facts.first_use, 20)
     sections = _sections(facts, buckets)
     assert [(s.start, s.stop) for s in sections] == [(0, 5), (5, 10)]
     assert [s.completes for s in sections] == [(1,), (0,)]
@@ -80,9 +73,8 @@ def test_cuts_stand_in_front_of_the_use_that_completes_a_bucket() -> None:
 
 def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
     """Registration-order buckets whose parameters are used out of order: launch order decides."""
-    parameters = _parameters(3)
     facts = _facts({0: 9, 1: 5, 2: 1})
-    buckets = predict_buckets(parameters, ReducerRules(caps_bytes=(10,), is_rebuilt=False))
+    buckets = predict_buckets(parameters(3), ReducerRules(caps_bytes=(10,), is_rebuilt=False))
     assert [b.parameters[0].index for b in buckets] == [2, 1, 0]
     assert _reason(facts, buckets) is Reason.COMPLETE_TOGETHER
 
@@ -90,7 +82,7 @@ def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
 def test_an_illegal_cut_moves_towards_the_start() -> None:
     """So the bucket is complete at it still; two cuts may become one."""
     uses = {0: 0, 1: 3, 2: 6}
-    buckets = _buckets(_arrive(_parameters(3), uses), 10)
+    buckets = _buckets(3, uses, 10)
     assert _starts(_facts(uses), buckets) == [0, 3, 6]
     assert _starts(_facts(uses, illegal=(5, 6)), buckets) == [0, 3, 4]
     assert _starts(_facts(uses, illegal=(4, 5, 6)), buckets) == [0, 3]
@@ -105,28 +97,26 @@ def test_a_section_that_hands_nothing_on_is_merged() -> None:
     last_effect = [*facts.last_effect]
     last_effect[5] = 5  # what [3, 6) computes is used inside it only
     facts = dataclasses.replace(facts, last_effect=last_effect)
-    assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3]
+    assert _starts(facts, _buckets(3, uses, 10)) == [0, 3]
 
 
 def test_a_bucket_that_spans_graphs_is_not_cut_short() -> None:
     """Half of the bucket belongs to another graph, so this graph alone does not fill it."""
     uses = {0: 1, 1: 5}
-    arrival = _arrive(_parameters(3), uses)
-    assert _starts(_facts(uses), _buckets(arrival, 20)) == [0, 5]
-    assert _reason(_facts(uses), _buckets(arrival, 30)) is Reason.ONE_BUCKET
+    assert _starts(_facts(uses), _buckets(3, uses, 20)) == [0, 5]
+    assert _reason(_facts(uses), _buckets(3, uses, 30)) is Reason.ONE_BUCKET
 
 
 def test_a_graph_without_parameters_stays_whole() -> None:
     """All parameters belong to other graphs here."""
-    arrival = _arrive(_parameters(3), {})
-    assert _reason(_facts({}), _buckets(arrival, 10)) is Reason.NO_PARAMETERS
+    assert _reason(_facts({}), _buckets(3, {}, 10)) is Reason.NO_PARAMETERS
 
 
 @given(st.lists(st.integers(0, 49), min_size=1, max_size=30), st.integers(1, 100))
 def test_sections_tile_the_graph_and_complete_each_bucket_once(uses: list[int], cap: int) -> None:
     """This holds for any uses and caps; and an equal input gives equal sections."""
     facts = _facts(dict(enumerate(uses)), num_calls=50)
-    buckets = _buckets(_arrive(_parameters(len(uses)), facts.first_use), cap)
+    buckets = _buckets(len(uses), facts.first_use, cap)
     if len({min(uses[p.index] for p in bucket.parameters) for bucket in buckets}) == 1:
         assert _reason(facts, buckets) in (Reason.ONE_BUCKET, Reason.COMPLETE_TOGETHER)
         return
@@ -148,29 +138,50 @@ def test_no_section_has_a_first_use_behind_a_collective() -> None:
     """Autograd's node of a section runs all of its collectives, then releases its gradients."""
     uses = {0: 0, 1: 3, 2: 6}
     facts = _facts(uses, collectives=(1, 5, 8))
-    one_bucket = _buckets(_arrive(_parameters(3), uses), 100)
+    one_bucket = _buckets(3, uses, 100)
     assert _starts(facts, one_bucket) == [0, 3, 6]
-    assert _starts(facts, _buckets(_arrive(_parameters(3), uses), 10)) == [0, 3, 6]
+    assert _starts(facts, _buckets(3, uses, 10)) == [0, 3, 6]
 
 
 def test_a_collective_in_front_of_all_uses_is_cut_off() -> None:
     """In backward it comes behind all gradients, though its section completes none."""
     facts = _facts({0: 4}, collectives=(2,))
-    assert _starts(facts, _buckets(_arrive(_parameters(1), {0: 4}), 100)) == [0, 4]
+    assert _starts(facts, _buckets(1, {0: 4}, 100)) == [0, 4]
+
+
+def test_a_collective_whose_section_hands_nothing_on_leaves_the_graph_whole() -> None:
+    """Its section would be merged with the next one, whose first use is to come before it."""
+    uses = {0: 0, 1: 3}
+    facts = _facts(uses, collectives=(1,))
+    facts = dataclasses.replace(facts, last_effect=[1, 2, 2, *facts.last_effect[3:]])
+    assert _reason(facts, _buckets(2, uses, 10)) is Reason.COLLECTIVES
 
 
 def test_a_call_with_a_collective_and_a_first_use_is_one() -> None:
     """A checkpoint, for example: only what follows is cut off."""
     uses = {0: 2, 1: 5}
     facts = _facts(uses, collectives=(2,))
-    assert _starts(facts, _buckets(_arrive(_parameters(2), uses), 100)) == [0, 5]
+    assert _starts(facts, _buckets(2, uses, 100)) == [0, 5]
 
 
 def test_where_no_boundary_keeps_the_order_the_graph_is_whole() -> None:
     """If only sizes forbid it, other ranks may cut the graph, and that is said."""
     uses = {0: 0, 1: 3}
-    buckets = _buckets(_arrive(_parameters(2), uses), 10)
+    buckets = _buckets(2, uses, 10)
     assert _reason(_facts(uses, illegal=(2, 3), collectives=(1,)), buckets) is Reason.COLLECTIVES
     by_size = _facts(uses, by_size=(2, 3), collectives=(1,))
     assert _reason(by_size, buckets) is Reason.COLLECTIVES_AND_SIZES
     assert not Reason.COLLECTIVES_AND_SIZES.is_alike
+
+
+# ---- While buckets are searched --------------------------------------------------------------
+
+
+def test_fine_buckets_are_finer_at_both_ends() -> None:
+    """The first bucket and the last one are what cannot be hidden."""
+    buckets = fine_buckets(parameters(6400))
+    assert [len(bucket.parameters) for bucket in buckets] == [
+        *(100, 100, 200),
+        *(400 for _ in range(14)),
+        *(200, 100, 100),
+    ]

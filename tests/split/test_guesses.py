@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +21,10 @@ from ddpopt.split.facts import (
     refuse_linked_calls,
 )
 from tests.support.algorithms import flat_weights
+from tests.support.beside import Beside, compiled
 from tests.support.cuts import assert_as_planned, only_cut
-from tests.support.models import assert_equal_states, state_of, twins
-from tests.support.ranks import Ranks
+from tests.support.models import assert_equal_states, state_of
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.releases import needs_delayed_parameters
 
 SIZE = 16
@@ -147,18 +147,8 @@ def _array(step: int) -> torch.Tensor:
     return _input(step).as_subclass(_Array)
 
 
-def _train(ddp: Any, make_input: Callable[[int], torch.Tensor], compiled: Any = None) -> Any:
-    model = ddp if compiled is None else compiled
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(make_input(step))[0].backward()
-        optimizer.step()
-    return state_of(ddp)
-
-
-def _compile(ddp: nn.Module, split: str = "auto", inner: str = "aot_eager") -> Any:
-    return torch.compile(ddp, backend="ddpopt", options={"split": split, "inner": inner})
+def _beside(model: nn.Module, **options: Any) -> Beside:
+    return Beside(model, ddp_options=CAP, loss_of=lambda output: output[0], **options)
 
 
 # Before torch 2.13 AOTAutograd does not link effects in a backward by tokens.
@@ -189,15 +179,16 @@ def test_gradients_are_those_of_eager_ddp(
 ) -> None:
     """Where the graph is cut, buckets are as planned; where it is not, a reason is named."""
     model, make_input, backward, forward = _MODELS[name]
-    eager, ddp = twins(model(), **CAP)
-    expected = backward if split == "auto" else forward
-    assert_equal_states(_train(ddp, make_input, _compile(ddp, split)), _train(eager, make_input))
-    cut = only_cut(ddp)
+    beside = _beside(model(), split=split)
+    for step in range(3):
+        beside.step(make_input(step))
+    cut = beside.cut
     reasons = (cut.backward_fallback, cut.fallback)
+    expected = backward if split == "auto" else forward
     assert expected in ((cut.split,) if reasons == (None, None) else reasons)
     if cut.fallback is None:
         assert len(cut.sections) == 3
-        assert_as_planned(ddp)
+        assert_as_planned(beside.ddp)
         records = [r for r in caplog.records if "ddpopt" in r.name]
         assert not [r for r in records if r.levelno >= logging.WARNING]
 
@@ -207,17 +198,16 @@ def test_gradients_are_those_of_eager_ddp(
 def test_gradients_are_those_of_eager_ddp_with_inductor(one_rank: None, name: str) -> None:
     """Inductor takes effect tokens out of the graphs."""
     model, make_input, expected, _ = _MODELS[name]
-    eager, ddp = twins(model(), **CAP)
-    trained = _train(ddp, make_input, _compile(ddp, inner="inductor"))
-    assert_equal_states(trained, _train(eager, make_input))
-    assert expected in (only_cut(ddp).backward_fallback, only_cut(ddp).split)
+    beside = _beside(model(), inner="inductor")
+    for step in range(3):
+        beside.step(make_input(step))
+    assert expected in (beside.cut.backward_fallback, beside.cut.split)
 
 
 def test_descriptions_that_do_not_match_are_a_named_reason(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward is cut then, whose sections need none."""
-    eager, ddp = twins(Layers(), **CAP)
     read = fx.Graph.find_nodes
 
     def with_stale_description(graph: fx.Graph, **wanted: Any) -> Any:
@@ -228,10 +218,9 @@ def test_descriptions_that_do_not_match_are_a_named_reason(
         return nodes
 
     monkeypatch.setattr(fx.Graph, "find_nodes", with_stale_description)
-    trained = _train(ddp, _input, _compile(ddp))
-    monkeypatch.undo()
-    assert_equal_states(trained, _train(eager, _input))
-    assert only_cut(ddp).backward_fallback is Reason.NOT_DESCRIBED
+    beside = _beside(Layers())
+    beside.step(_input(0))
+    assert beside.cut.backward_fallback is Reason.NOT_DESCRIBED
 
 
 @pytest.mark.quick("auto")
@@ -245,18 +234,34 @@ def test_an_operator_that_only_draws_is_called_as_often_as_unsplit(
         def between(self, x: torch.Tensor) -> torch.Tensor:
             return _TimesDrawn.apply(_TimesDrawn.apply(x, 1), 2)
 
-    eager, ddp = twins(Drawing(), **CAP)
-    drawn.clear()
-    compiled = _compile(ddp, split)
-    trained = _train(ddp, _input, compiled)
-    compiled_drew = list(drawn)
-    drawn.clear()
-    assert_equal_states(trained, _train(eager, _input))
-    assert compiled_drew == drawn == [2, 1] * 3
-    assert len(only_cut(ddp).sections) == 3
+    states, draws = [], []
+    for is_enabled in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        drawn.clear()
+        ddp = DistributedDataParallel(Drawing(), **CAP)
+        model = compiled(ddp, split=split, enabled=is_enabled)
+        for step in range(3):
+            model(_input(step))[0].backward()
+        states.append(state_of(ddp))
+        draws.append(list(drawn))
+        assert len(only_cut(ddp).sections) == (3 if is_enabled else 0)
+    assert_equal_states(*states)
+    assert draws[0] == draws[1] == [2, 1] * 3
 
 
-def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited: str) -> float:
+@on_ranks(2)
+@pytest.mark.quick("delayed0-a.weight-auto")
+@needs_delayed_parameters
+@pytest.mark.parametrize("split", ["auto", "forward"])
+@pytest.mark.parametrize(
+    ("delayed", "awaited"),
+    [(("c.weight", "b.bias"), "a.weight"), (("b.weight",), "a.bias"), (("c.weight",), "b.weight")],
+)
+def test_delayed_gradients_are_final_before_ddp_reduces_them(
+    rank: int, split: str, delayed: tuple[str, ...], awaited: str
+) -> None:
+    """The gradient that DDP waits for arrives last, whichever section makes it."""
     states = []
     for is_compiled in (True, False):
         torch.manual_seed(0)
@@ -269,31 +274,16 @@ def _train_with_delayed(rank: int, split: str, delayed: tuple[str, ...], awaited
             **CAP,
         )
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        compiled = _compile(ddp, split) if is_compiled else ddp
+        run = compiled(ddp, split=split) if is_compiled else ddp
         for step in range(3):
             optimizer.zero_grad()
-            compiled(_input(10 * step + rank))[0].backward()
+            run(_input(10 * step + rank))[0].backward()
             dist.barrier()  # DDP does not wait for the delayed allreduce
             optimizer.step()
         states.append(flat_weights(model))
-    gathered = [torch.empty_like(states[0]) for _ in range(2)]
-    dist.all_gather(gathered, states[0])
-    assert torch.equal(*gathered), "ranks have drifted apart"
-    return float((states[0] - states[1]).abs().max())
-
-
-@pytest.mark.quick("delayed0-a.weight-auto")
-@needs_delayed_parameters
-@pytest.mark.parametrize("split", ["auto", "forward"])
-@pytest.mark.parametrize(
-    ("delayed", "awaited"),
-    [(("c.weight", "b.bias"), "a.weight"), (("b.weight",), "a.bias"), (("c.weight",), "b.weight")],
-)
-def test_delayed_gradients_are_final_before_ddp_reduces_them(
-    ranks: Ranks, split: str, delayed: tuple[str, ...], awaited: str
-) -> None:
-    """The gradient that DDP waits for arrives last, whichever section makes it."""
-    assert ranks.run(_train_with_delayed, split, delayed, awaited) == [0.0, 0.0]
+    assert torch.equal(*states)
+    one, other = gather(states[0])
+    assert torch.equal(one, other), "ranks have drifted apart"
 
 
 def test_calls_on_streams_of_their_own_are_not_cut(one_rank: None) -> None:

@@ -25,6 +25,7 @@ from ddpopt.split.facts import ReachableMemory, Tie, read_backward
 from ddpopt.split.nodes import IS_COPY, call_nodes, name_of
 from ddpopt.split.proof import prove_backward, prove_forward
 from ddpopt.split.sections import choose_backward_sections
+from tests.support.beside import compiled
 from tests.support.cuts import only_cut
 from tests.support.graphs import buckets_of, cut_from_sections
 from tests.support.models import MLP, WIDTH
@@ -434,29 +435,28 @@ def forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Forward:
     proven: list[Forward] = []
     monkeypatch.setattr(compiler, "prove_forward", lambda *cut: proven.append(Forward(*cut)))
     ddp = DistributedDataParallel(_Model(), bucket_cap_mb=0.03)
-    monkeypatch.setattr(compiler, "compile_forward_sections", _compile_nothing)
-    options = {"split": "forward", "inner": "eager"}
-    torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH))
+    monkeypatch.setattr(compiler, "compile_forward_sections", lambda graph, *_: graph.forward)
+    compiled(ddp, "eager", split="forward")(torch.randn(2, WIDTH))
     (captured,) = proven
     prove_forward(*captured)
     return captured
 
 
-def _compile_nothing(stitched: fx.GraphModule, *_: Any) -> Any:
-    return stitched.forward
+def _calls(forward: Forward) -> list[tuple[fx.GraphModule, fx.Node]]:
+    """All calls of all sections, each with its section."""
+    sections = [
+        forward.stitched.get_submodule(f"submod_{k}") for k in range(len(forward.cut.sections))
+    ]
+    return [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
 
 
-def _section(forward: Forward, place: int) -> fx.GraphModule:
-    section = forward.stitched.get_submodule(f"submod_{place}")
-    assert isinstance(section, fx.GraphModule)
-    return section
+def _first_call(forward: Forward, name: str) -> tuple[fx.GraphModule, fx.Node]:
+    return next((gm, node) for gm, node in _calls(forward) if name_of(node).startswith(name))
 
 
 def _drop_named(forward: Forward, name: str) -> None:
     """Drop the first call of this name, and what only ends what it begins."""
-    sections = [_section(forward, k) for k in range(len(forward.cut.sections))]
-    calls = [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
-    gm, node = next((gm, node) for gm, node in calls if name_of(node).startswith(name))
+    gm, node = _first_call(forward, name)
     if name == "_enter_autocast":
         gm.graph.erase_node(next(iter(node.users)))
     else:
@@ -472,9 +472,7 @@ def _rewire(forward: Forward) -> None:
 
 def _tell_again(forward: Forward) -> None:
     """Make a call with effects once more, and use what it returns nowhere."""
-    sections = [_section(forward, k) for k in range(len(forward.cut.sections))]
-    nodes = [(gm, node) for gm in sections for node in call_nodes(gm.graph)]
-    gm, told = next((gm, node) for gm, node in nodes if name_of(node).startswith("tell"))
+    gm, told = _first_call(forward, "tell")
     with gm.graph.inserting_after(told):
         gm.graph.node_copy(told)
 
@@ -485,18 +483,19 @@ def _return_another(forward: Forward) -> None:
     output.args = ((first,),)
 
 
-@pytest.mark.quick("<lambda>-other values|differ0", "_tell_again-effects differ")
+DROPPED = ("relu", "add_", "tell", "_enter_autocast")
+
+
+@pytest.mark.quick("relu", "tell again", "return another")
 @pytest.mark.parametrize(
     ("mutate", "message"),
     [
-        (lambda f: _drop_named(f, "relu"), "other values|differ"),
-        (lambda f: _drop_named(f, "add_"), "other values|differ"),
-        (lambda f: _drop_named(f, "tell"), "other values|differ"),
-        (lambda f: _drop_named(f, "_enter_autocast"), "other values|differ"),
+        *((functools.partial(_drop_named, name=name), "other values|differ") for name in DROPPED),
         (_rewire, "other values|differ"),
         (_return_another, "other values"),
         (_tell_again, "effects differ"),
     ],
+    ids=[*DROPPED, "rewire", "return another", "tell again"],
 )
 def test_what_the_sections_of_a_forward_do_wrongly_is_found(
     forward: Forward, mutate: Callable[[Forward], None], message: str
@@ -544,8 +543,7 @@ def test_what_is_not_proven_is_compiled_whole_with_a_warning(
     monkeypatch.setattr(compiler, "prove_forward", refuse)
     monkeypatch.setattr(compiler, "prove_backward", refuse)
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    options = {"split": split, "inner": "aot_eager"}
-    torch.compile(ddp, backend="ddpopt", options=options)(torch.randn(2, WIDTH)).sum().backward()
+    compiled(ddp, split=split)(torch.randn(2, WIDTH)).sum().backward()
     cut = only_cut(ddp)
     assert cut.fallback is Reason.NOT_PROVEN
     (record,) = [r for r in caplog.records if Reason.NOT_PROVEN.value in r.getMessage()]

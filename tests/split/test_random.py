@@ -11,6 +11,7 @@ from torch._inductor import inductor_prims
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.split.nodes import is_pure, may_communicate
+from tests.support.beside import compiled
 from tests.support.cuts import only_cut
 
 WIDTH = 16
@@ -50,8 +51,7 @@ def test_a_backward_that_draws_draws_as_unsplit(one_rank: None, inner: str) -> N
         torch._dynamo.reset()
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Noisy(), bucket_cap_mb=0.0005)
-        options = {"inner": inner, "enabled": is_enabled}
-        model = torch.compile(ddp, backend="ddpopt", options=options)
+        model = compiled(ddp, inner, enabled=is_enabled)
         for _ in range(2):
             ddp.zero_grad()
             model(torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)).square().mean().backward()

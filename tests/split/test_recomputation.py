@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt.split import forward
+from tests.support.models import assert_equal_states, state_of
 
 WIDTH = 16
 
@@ -59,7 +60,7 @@ def _step(compiled: slice) -> DistributedDataParallel:
 
 def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: None) -> None:
     """Layers share `nn.Module.__call__`, which Dynamo gives up when one breaks the graph."""
-    with pytest.raises(BackendCompilerFailed, match="RecomputationError: a checkpoint's"):
+    with pytest.raises(BackendCompilerFailed, match="RecomputationError"):
         _step(slice(None))
 
 
@@ -69,8 +70,7 @@ def test_gradients_are_right_where_the_layer_that_breaks_the_graph_is_not_compil
     """The message of the refusal advises it."""
     eager, ddp = _step(slice(0)), _step(slice(1))
     assert [len(cut.sections) for cut in ddpopt.explain(ddp).cuts] == [2]
-    for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad)
+    assert_equal_states(state_of(ddp), state_of(eager))
 
 
 class _Scaled(nn.Module):
@@ -131,5 +131,4 @@ def test_a_block_is_recomputed_by_the_version_that_its_forward_ran(
     num_sections = [len(cut.sections) for cut in ddpopt.explain(ddp).cuts]
     assert len(num_sections) == 2
     assert num_sections == [3, 0] or split == "auto"
-    for actual, expected in zip(ddp.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad)
+    assert_equal_states(state_of(ddp), state_of(eager))

@@ -15,57 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from ddpopt.errors import Reason
 from ddpopt.split import facts
 from ddpopt.split.gates import CompiledSection, Run
-from ddpopt.split.nodes import is_pure, may_communicate
+from ddpopt.split.nodes import call_nodes, is_pure, may_communicate
+from tests.support.backward_functions import NotesAfterGradient, NotesOfWeight, ReadsAfterGradient
+from tests.support.beside import Beside, compiled
 from tests.support.cuts import only_cut
+from tests.support.graphs import Capture
+from tests.support.models import batches
 
 SIZE = 16
 CAP = {"bucket_cap_mb": 0.0005, "broadcast_buffers": False}  # each layer has a bucket of its own
-
-
-class NotesAfterGradient(torch.autograd.Function):
-    """A linear layer whose backward makes the weight's gradient first, then notes what it got."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: torch.Tensor) -> Any:
-        ctx.save_for_backward(x, weight, note)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, note = ctx.saved_tensors
-        of_weight = gradient.t() @ x
-        of_input = gradient @ weight
-        note.copy_(gradient.abs().max())
-        return of_input, of_weight, None
-
-
-class NotesOfWeight(torch.autograd.Function):
-    """The identity on a weight; its backward notes the gradient's size and returns the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, note: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(note)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (note,) = ctx.saved_tensors
-        note.copy_(gradient.abs().max())
-        return gradient, None
-
-
-class ReadsAfterGradient(torch.autograd.Function):
-    """A linear layer whose backward reads a buffer when the weight's gradient is there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: torch.Tensor) -> Any:
-        ctx.save_for_backward(x, weight, note)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, note = ctx.saved_tensors
-        return (gradient @ weight) * torch.cos(note), gradient.t() @ x, None
+Step = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
 
 
 def _linear(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torch.Tensor:
@@ -89,7 +48,7 @@ def _checkpointed(x: torch.Tensor, layer: nn.Linear, note: torch.Tensor) -> torc
     return checkpoint(_linear, x, layer, note, use_reentrant=False)
 
 
-Step = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
+STEPS: Sequence[Step] = (_linear, _identity, _transposed, _reading, _checkpointed)
 
 
 class Layers(nn.Module):
@@ -121,27 +80,6 @@ def _scale_by_notes(model: Layers) -> None:
         layer.weight.register_post_accumulate_grad_hook(hook)
 
 
-def _train(step: Step, split: str | None) -> tuple[DistributedDataParallel, list[torch.Tensor]]:
-    """Train for three steps, eagerly without a split; return what gradients were in each."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ddp = model = DistributedDataParallel(Layers(step), **CAP)
-    _scale_by_notes(ddp.module)
-    if split is not None:
-        options = {"inner": "aot_eager", "split": split}
-        model = torch.compile(ddp, backend="ddpopt", options=options)
-    gradients = []
-    for number in range(3):
-        torch.manual_seed(number)
-        ddp.zero_grad()
-        model(torch.randn(8, SIZE) * (1 + number)).square().mean().backward()
-        gradients += [parameter.grad.clone() for parameter in ddp.parameters()]
-    return ddp, gradients
-
-
-STEPS: Sequence[Step] = (_linear, _identity, _transposed, _reading, _checkpointed)
-
-
 @pytest.mark.quick("_linear-backward")
 @pytest.mark.parametrize("split", ["backward", "forward"])
 @pytest.mark.parametrize("step", STEPS)
@@ -149,11 +87,10 @@ def test_a_hook_finds_all_that_the_node_of_its_gradient_did(
     one_rank: None, step: Step, split: str
 ) -> None:
     """A Function notes something after the gradient is there, or returns one as it got it."""
-    _, expected = _train(step, None)
-    ddp, actual = _train(step, split)
-    assert len(only_cut(ddp).sections) == 4
-    for number, (gradient, other) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(gradient, other), number
+    beside = Beside(Layers(step), ddp_options=CAP, split=split)
+    beside.change(_scale_by_notes)
+    beside.train(batches(0, [(8, SIZE)] * 3))
+    assert len(beside.cut.sections) == 4
 
 
 @pytest.mark.quick("_linear")
@@ -161,12 +98,10 @@ def test_a_hook_finds_all_that_the_node_of_its_gradient_did(
 def test_a_stack_of_functions_is_cut_between_its_layers(one_rank: None, step: Step) -> None:
     """Each weight's hook runs before the section of the layer below begins."""
     events: list[str] = []
-    torch.manual_seed(0)
     ddp = DistributedDataParallel(Layers(step), **CAP)
     for k, layer in enumerate(ddp.module.layers):
         layer.weight.register_hook(lambda _, k=k: events.append(f"weight {k}"))
-    options = {"inner": "aot_eager", "split": "backward"}
-    model = torch.compile(ddp, backend="ddpopt", options=options)
+    model = compiled(ddp, split="backward")
     original = CompiledSection._run
 
     def noting(section: CompiledSection, run: Run) -> Any:
@@ -195,15 +130,14 @@ def test_a_release_before_the_node_is_done_is_not_proven(
 ) -> None:
     """The proof finds a node's calls by numbers, whatever the planner took for its end."""
     monkeypatch.setattr(facts, "_release_places", _where_it_is_made)
-    ddp, _ = _train(step, "backward")
-    cut = only_cut(ddp)
-    assert cut.fallback is Reason.NOT_PROVEN
-    assert "runs behind its release" in cut.detail
+    ddp = DistributedDataParallel(Layers(step), **CAP)
+    compiled(ddp, split="backward")(torch.randn(8, SIZE))
+    assert only_cut(ddp).fallback is Reason.NOT_PROVEN
+    assert "runs behind its release" in only_cut(ddp).detail
 
 
 def test_a_function_that_dynamo_does_not_look_into_is_known_as_impure(one_rank: None) -> None:
     """`allow_in_graph` puts one into the graph as a call of Dynamo's own."""
-    graphs = []
 
     @torch._dynamo.allow_in_graph
     class Doubled(torch.autograd.Function):
@@ -215,12 +149,8 @@ def test_a_function_that_dynamo_does_not_look_into_is_known_as_impure(one_rank: 
         def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * 2
 
-    def keep(gm: fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
-    torch.compile(Doubled.apply, backend=keep)(torch.ones(2, requires_grad=True))
-    (gm,) = graphs
-    (call,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    capture = Capture()
+    torch.compile(Doubled.apply, backend=capture)(torch.ones(2, requires_grad=True))
+    (call,) = call_nodes(capture.gm.graph)
     assert not is_pure(call)
     assert may_communicate(call)

@@ -19,9 +19,8 @@ from ddpopt.split.state import (
     KEEPING_FROM_REHEARSAL,
     find_mode,
 )
-from tests.support.models import MLP
-
-OPTIONS = {"inner": "aot_eager", "split": "backward"}
+from tests.support.beside import compiled
+from tests.support.models import MLP, batches, train
 
 
 def _ddp() -> DistributedDataParallel:
@@ -31,22 +30,18 @@ def _ddp() -> DistributedDataParallel:
 def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None) -> None:
     """Another module's buckets make no difference."""
     ddp, others = _ddp(), _ddp()
-    compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
-    for _ in range(4):
-        compiled(torch.ones(2, 64)).sum().backward()
-    num_parameters = len(list(ddp.parameters()))
-    state.get(others).give_buckets([list(range(num_parameters))], are_planned=True)
+    train(ddp, batches(0, [(2, 64)] * 4), compiled(ddp, split="backward"))
+    in_one = [list(range(len(list(ddp.parameters()))))]
+    state.get(others).give_buckets(in_one, are_planned=True)
     assert len(state.get(ddp).compared) == 1
-    state.get(ddp).give_buckets([list(range(num_parameters))], are_planned=True)
+    state.get(ddp).give_buckets(in_one, are_planned=True)
     assert not state.get(ddp).compared
 
 
 def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None) -> None:
     """They are those of a plan that is in force."""
     ddp = _ddp()
-    compiled = torch.compile(ddp, backend="ddpopt", options=OPTIONS)
-    for _ in range(4):
-        compiled(torch.ones(2, 64)).sum().backward()
+    train(ddp, batches(0, [(2, 64)] * 4), compiled(ddp, split="backward"))
     known = state.get(ddp)
     reported = known.reported_buckets
     assert reported is not None

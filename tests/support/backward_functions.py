@@ -1,4 +1,4 @@
-"""Functions whose backward writes a buffer, as FP8's delayed scaling does."""
+"""Functions whose backward writes or reads a buffer, as FP8's delayed scaling does."""
 
 from __future__ import annotations
 
@@ -36,3 +36,49 @@ class NotesOwnSizeOfWeight(torch.autograd.Function):
         of_weight = gradient.t() @ x
         size.copy_(of_weight.abs().max())
         return gradient @ weight, of_weight, None
+
+
+class NotesAfterGradient(torch.autograd.Function):
+    """A linear layer whose backward makes the weight's gradient first, then notes what it got."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, size)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, size = ctx.saved_tensors
+        of_weight = gradient.t() @ x
+        of_input = gradient @ weight
+        size.copy_(gradient.abs().max())
+        return of_input, of_weight, None
+
+
+class NotesOfWeight(torch.autograd.Function):
+    """The identity on a weight; its backward notes the gradient's size and returns the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(size)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (size,) = ctx.saved_tensors
+        size.copy_(gradient.abs().max())
+        return gradient, None
+
+
+class ReadsAfterGradient(torch.autograd.Function):
+    """A linear layer whose backward reads a buffer when the weight's gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, size: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight, size)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, size = ctx.saved_tensors
+        return (gradient @ weight) * torch.cos(size), gradient.t() @ x, None

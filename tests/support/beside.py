@@ -43,7 +43,7 @@ class Beside:
     With `as_unsplit` there is a third one, compiled by the inner backend as a whole: gradients and
     parameters have to equal it bitwise, and eager's within rounding.
 
-    Each step compares loss, gradients, parameters and buffers.
+    Each step compares loss, gradients, parameters and buffers. A test may set `run` anew.
     """
 
     def __init__(
@@ -79,10 +79,12 @@ class Beside:
         self._rest = options, loss_of, make_optimizer
         self._loss_of = loss_of
         inner = options.get("inner", "aot_eager")
-        whole = [(ddp, torch.compile(ddp, backend=inner)) for ddp in unsplit]
-        self._calls: list[tuple[Any, Any]] = [(self.ddp, self.run), (self.eager, self.eager)]
-        self._calls += whole
+        self._whole = [(ddp, torch.compile(ddp, backend=inner)) for ddp in unsplit]
         self._optimizers = [make_optimizer(ddp.parameters()) for ddp in ddps]
+
+    @property
+    def _calls(self) -> list[tuple[Any, Any]]:
+        return [(self.ddp, self.run), (self.eager, self.eager), *self._whole]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Beside:
         """Copies of the modules, compiled anew, with optimizers that have seen nothing."""
@@ -108,6 +110,17 @@ class Beside:
     def train(self, batches: Iterable[torch.Tensor]) -> list[float]:
         """Take a step with each, and return the losses."""
         return [self.step(batch).item() for batch in batches]
+
+    def change(self, change: Callable[[Any], object]) -> None:
+        """Do the same to the model of each: register a hook, freeze a layer."""
+        for ddp, _ in self._calls:
+            change(ddp.module)
+
+    @property
+    def cut(self) -> Cut:
+        """What became of the only graph of `ddp`."""
+        (cut,) = self.cuts
+        return cut
 
     @property
     def cuts(self) -> tuple[Cut, ...]:

@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import nn
 
+from benchmarks.harness.communicating import Exchange, Sum, SumBackward
 
-class MeanOfRanks(torch.autograd.Function):
-    """The mean over all ranks, as in a synchronised norm; so is its backward."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _mean(x)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _mean(gradient)
+__all__ = ["Exchange", "Normed", "SumBackward", "mean_of_ranks"]
 
 
-def _mean(x: torch.Tensor) -> torch.Tensor:
-    total = functional.all_reduce(x, "sum", dist.group.WORLD)
-    return functional.wait_tensor(total) / dist.get_world_size()
-
-
-class SumInBackward(torch.autograd.Function):
-    """The identity, whose backward sums over ranks: where a tensor-parallel block begins."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return functional.wait_tensor(functional.all_reduce(gradient, "sum", dist.group.WORLD))
-
-
-class Exchange(torch.autograd.Function):
-    """Each rank gets a share of rows of every rank; so do experts, and backward sends them back."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _exchange(x)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _exchange(gradient)
-
-
-def _exchange(x: torch.Tensor) -> torch.Tensor:
-    return functional.wait_tensor(
-        functional.all_to_all_single(x.contiguous(), None, None, dist.group.WORLD)
-    )
+def mean_of_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The mean over all ranks, as in a synchronised norm; so is its gradient."""
+    mean: torch.Tensor = Sum.apply(x) / dist.get_world_size()
+    return mean
 
 
 class Normed(nn.Module):
@@ -66,4 +26,4 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        return torch.tanh(y - MeanOfRanks.apply(y.flatten(0, -2).mean(0)))
+        return torch.tanh(y - mean_of_ranks(y.flatten(0, -2).mean(0)))

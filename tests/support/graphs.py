@@ -35,6 +35,11 @@ def forward_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> nn.Mod
     return Module()
 
 
+def parameters(count: int) -> list[Parameter]:
+    """Parameters p0, p1, ... of ten bytes each."""
+    return [Parameter(index=i, name=f"p{i}", num_bytes=10, group="f32") for i in range(count)]
+
+
 def buckets_of(
     arguments: Iterable[int], buckets: Sequence[Sequence[int]]
 ) -> tuple[dict[int, Parameter], list[Bucket]]:
