@@ -17,6 +17,7 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
+from ddpopt._text import add_note
 from ddpopt._torch import Forward
 from ddpopt.checks import first_step, uncompiled
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
@@ -76,9 +77,8 @@ def backend(
     except Exception as error:
         # Inductor, or the user's inner compiler, may raise anything. It is raised on, with a
         # remedy if we know one.
-        if "InvalidCxxCompiler" in str(error):  # Python 3.10 has no notes
-            remedy = f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
-            getattr(error, "add_note", _logs.warning)(remedy)
+        if "InvalidCxxCompiler" in str(error):
+            add_note(error, f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}")
         raise
 
 

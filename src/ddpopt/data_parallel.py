@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch, _traced
-from ddpopt._text import quote
+from ddpopt._text import add_note, quote
 
 Hook = Callable[..., Any]
 Share = tuple[tuple[Any, ...], dict[str, Any]]  # what one replica is called with
@@ -160,7 +160,7 @@ class DataParallel(nn.Module):
             except Exception as error:
                 # The user's forward may raise anything. The error is raised on, with the device
                 # added.
-                _add_note(error, f"in replica {index} on {device}")
+                add_note(error, f"in replica {index} on {device}")
                 raise
 
         return run
@@ -245,13 +245,6 @@ def _refuse_cuda_graphs(devices: Sequence[torch.device], options: dict[str, Any]
             "CUDA graphs are kept by each thread, and replicas run in threads that end with the "
             "forward; use a mode without them, such as 'max-autotune-no-cudagraphs'"
         )
-
-
-def _add_note(error: Exception, note: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}",)
 
 
 # ---- Batches and outputs ------------------------------------------------------------------------

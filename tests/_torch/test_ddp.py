@@ -288,10 +288,20 @@ def test_a_comm_hooks_state_is_found_in_its_object_or_closure(one_rank: None, na
 
 
 def test_of_each_setting_of_ddp_it_is_known_how_a_new_reducer_has_it() -> None:
-    """A release that adds one fails here: say in `GIVEN_BY` from whom a new Reducer has it."""
-    unknown = set(_torch.ddp_settings()) - set(_torch.GIVEN_BY)
+    """A release that adds one fails here: `KNOWN_SETTINGS` says how a new Reducer has each."""
+    unknown = set(_torch.ddp_settings()) - set(_torch.KNOWN_SETTINGS)
     assert not unknown, f"torch {torch.__version__} has {sorted(unknown)}"
     assert {"find_unused_parameters", "broadcast_buffers"} <= set(_torch.ddp_settings())
+
+
+def test_what_a_program_keeps_of_a_modules_attributes_stays_as_it_is(one_rank: None) -> None:
+    """Functions that `torch.compile` made have them too, and would keep the old Reducer alive."""
+    ddp = DistributedDataParallel(MLP(1))
+    kept, compiled = dict(vars(ddp)), torch.compile(ddp, backend="eager")
+    _torch.replace_reducer(ddp, [[0], [1]], [1, 1])
+    assert kept["reducer"] is not None
+    assert kept["reducer"] is not ddp.reducer
+    assert compiled._orig_mod is ddp
 
 
 def _options_of_reducers() -> list[dict[str, Any]]:

@@ -141,11 +141,8 @@ def test_signs_of_life_are_written_until_the_block_ends(group: FakeGroup) -> Non
     assert group_store.find("sign") == last
 
 
-class _Only:
+class _Only(dist.Store):
     """Is a store that a user wrote in Python, which has one connection only."""
-
-    def clone(self) -> Any:
-        raise RuntimeError('Tried to call pure virtual function "Store::clone"')
 
     def check(self, keys: list[str]) -> bool:
         return keys == ["test/own/x"]
@@ -160,6 +157,8 @@ def test_a_store_without_a_second_connection_is_called_itself(
     monkeypatch.setattr(_torch, "store_of", lambda _: _Only())
     group_store = _store(group)
     assert [group_store.find("y"), group_store.find("x")] == ["", "TEST/OWN/X"]
+    behind_a_prefix = dist.PrefixStore("a", _Only())
+    assert store._connect_anew(behind_a_prefix) is behind_a_prefix
 
 
 def test_ranks_are_named_in_few_words() -> None:

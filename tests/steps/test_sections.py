@@ -74,3 +74,13 @@ def test_where_torch_has_moved_its_flag_sections_run_without_ranges(
     monkeypatch.setattr(names, "PROFILER_ENABLED", moved)
     with profile(activities=[ProfilerActivity.CPU]):
         assert sections.find_listener() is None
+
+
+def test_a_compiled_graph_is_found_behind_any_number_of_views() -> None:
+    model = torch.compile(torch.nn.Linear(4, 4), backend="aot_eager")
+    output = model(torch.randn(2, 4))
+    node = output.grad_fn
+    for _ in range(10):
+        output = output.view(2, 4).t().t()
+    assert sections._find_node(output) is node
+    assert sections._find_node(torch.randn(2, requires_grad=True).exp().view(2)) is None

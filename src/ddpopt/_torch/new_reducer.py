@@ -38,48 +38,28 @@ from ddpopt.reducer import Parameter
 _T = TypeVar("_T")
 
 
-_BY_DDP = "DDP's own `_ddp_init_helper`, which reads it off the module for each Reducer"
-
-
-_BY_US = "`replace_reducer` and `make_reducer`, which set it on the new one"
-
-
-_NEW = "nobody: the new one is made for other buckets than these"
-
-
-_NO_PART = "nobody: the DDP module or its tensors have the argument, and its Reducer has not"
-
-
-_REFUSED = "nobody: it is a `DDPMode` that keeps its Reducer"
-
-
-# The source from which a new Reducer gets each argument of DDP's constructor, and each property
-# that can be set. One that is not here may be lost: see `find_unknown_setting`, and the test that
-# compares with torch.
-GIVEN_BY = {
-    "module": _NO_PART,
-    "device_ids": _NO_PART,
-    "output_device": _NO_PART,
-    "dim": _NO_PART,
-    "broadcast_buffers": _NO_PART,
-    "forward_sync_buffers": _NO_PART,
-    "init_sync": _NO_PART,
-    "check_reduction": _NO_PART,
-    "process_group": _BY_DDP,
-    "device_mesh": _BY_DDP,  # as its process group
-    "bucket_cap_mb": _NEW,
-    "bucket_cap_mb_list": _NEW,
-    "find_unused_parameters": _BY_DDP,
-    "gradient_as_bucket_view": _BY_DDP,
-    "skip_all_reduce_unused_params": _BY_DDP,
-    "batched_grad_copy": _BY_DDP,
-    "lazy_bucket_allocation": _BY_DDP,  # since 2.15
-    "static_graph": _BY_US,
-    "require_manual_backward_finalization": _BY_US,  # since 2.15
-    "delay_all_reduce_named_params": _NO_PART,
-    "param_to_hook_all_reduce": _NO_PART,
-    "mixed_precision": _REFUSED,
-}
+# The arguments of DDP's constructor, and its properties that can be set, of which it is known what
+# becomes of them with a new Reducer. One that is not here may be lost: see `find_unknown_setting`,
+# and the test that compares with torch.
+KNOWN_SETTINGS = frozenset(
+    {
+        # The DDP module or its tensors have it, and its Reducer has not.
+        *("module", "device_ids", "output_device", "dim", "broadcast_buffers"),
+        *("forward_sync_buffers", "init_sync", "check_reduction"),
+        *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+        # DDP's own `_ddp_init_helper` reads it off the module for each Reducer.
+        *("process_group", "device_mesh", "find_unused_parameters", "gradient_as_bucket_view"),
+        *("skip_all_reduce_unused_params", "batched_grad_copy"),
+        "lazy_bucket_allocation",  # since 2.15
+        # `replace_reducer` and `make_reducer` set it on the new one.
+        "static_graph",
+        "require_manual_backward_finalization",  # since 2.15
+        # The new Reducer is made for other buckets than these.
+        *("bucket_cap_mb", "bucket_cap_mb_list"),
+        # A `DDPMode` that keeps its Reducer.
+        "mixed_precision",
+    }
+)
 
 
 @functools.cache
@@ -101,7 +81,7 @@ def find_unknown_setting(ddp: DistributedDataParallel) -> str:
     """
     missing = object()
     for name, default in ddp_settings().items():
-        if name not in GIVEN_BY:
+        if name not in KNOWN_SETTINGS:
             value = getattr(ddp, name, missing)
             if value is missing:
                 return f"its {name}, which it may have been made with"
@@ -148,8 +128,8 @@ def replace_reducer(
 ) -> None:
     """Give `ddp` a new Reducer with these buckets, in launch order. Collective.
 
-    It has the same comm hook and options, see `GIVEN_BY`. Its first steps are behind it, so that
-    it takes part in nothing that the one before would not: see `pass_first_steps`.
+    It has the same comm hook and options, see `KNOWN_SETTINGS`. Its first steps are behind it, so
+    that it takes part in nothing that the one before would not: see `pass_first_steps`.
 
     Whatever is raised, `ddp` has the buckets of before again, unless a PeerError says that it has
     none.
@@ -328,10 +308,13 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
     would keep the Reducer alive, and so would its logger, which they have too.
     """
     names.REMOVE_AUTOGRAD_HOOKS.get(ddp)()
-    attributes = (names.REDUCER.name, names.LOGGER.name)
-    for owner in gc.get_referrers(names.REDUCER.get(ddp)):
-        if isinstance(owner, dict) and owner.keys() >= {*attributes, "process_group"}:
-            owner.update(dict.fromkeys(attributes))
+    reducer, attributes = names.REDUCER.get(ddp), (names.REDUCER.name, names.LOGGER.name)
+    for owner in gc.get_referrers(reducer):
+        if isinstance(owner, dict) and owner.get(names.REDUCER.name) is reducer:
+            # Of dicts, those of the module and of functions. A program may have made others.
+            owners = gc.get_referrers(owner)
+            if any(getattr(each, "__dict__", None) is owner for each in owners):
+                owner.update({name: None for name in attributes if name in owner})
 
 
 def make_reducer(

@@ -16,7 +16,7 @@ from ddpopt.checks.verify import BrokenOffError, verify
 from ddpopt.errors import DisagreementError, TorchDriftError, VerificationError
 from ddpopt.planning.batch import Batch
 from ddpopt.split import state
-from ddpopt.split.state import KEEPING_FROM_REHEARSAL
+from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
 # The modules that were verified, or of which a line said why they were not. It is once for each.
 _is_settled: Slot[bool] = Slot(bool, Lifetime.MODULE)
@@ -78,9 +78,11 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
         # The model may raise anything, the batch may not be copied, the loss may be none. That is
         # no reason not to train: it costs the verification, and a line says so.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        names_mode = any(mode.value in reason for mode in KEEPING_FROM_REHEARSAL)
-        remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"
-        _decline(ddp, reason, "train without that mode" if names_mode else remedy)
+        if find_mode(ddp, KEEPING_FROM_REHEARSAL) is not None:
+            remedy = "train without that mode"  # for which the step was refused
+        else:
+            remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"
+        _decline(ddp, reason, remedy)
         return
     if outcome.passed:
         _logs.progress("%s", outcome)

@@ -167,12 +167,15 @@ def _answer_of(call: Callable[[Any], Any], store: Any) -> _Answer:
 
 def _connect_anew(store: Any) -> Any:
     """A new connection to a store, or the store itself if it is written in Python."""
-    try:
-        return store.clone()
-    except RuntimeError as error:
-        if "pure virtual" in str(error):
-            return store
-        raise
+    c10d: Any = dist  # whose types leave these names out
+    base = store
+    while isinstance(base, c10d.PrefixStore):
+        base = base.underlying_store
+    kind: Any = type(base)
+    # The base class stands for a store in Python whose Python object is not known any more.
+    is_in_python = kind is c10d.Store or kind.__module__.partition(".")[0] != "torch"
+    has_none = getattr(kind, "clone", None) is c10d.Store.clone
+    return store if is_in_python and has_none else store.clone()
 
 
 # Each ends with its group's object, which may live longer than torch's table of groups has it.

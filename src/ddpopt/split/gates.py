@@ -227,8 +227,10 @@ class _Once(torch.autograd.Function):
 
 
 # Function.apply checks each argument for functorch's wrappers, which never reach a compiled graph,
-# and takes a third of a gate's time for that; its base class only applies.
-_gate: Callable[..., torch.Tensor] = super(torch.autograd.Function, Gate).apply
+# and takes a third of a gate's time for that; its base class only applies. A torch without such a
+# base class costs that time, and nothing else.
+_gate: Callable[..., torch.Tensor]
+_gate = getattr(super(torch.autograd.Function, Gate), "apply", Gate.apply)
 # `(make, *sources)`: returns the gradients that `make` returns, so that differentiating them
 # raises, as with AOTAutograd's. Autograd finds out when it is asked for gradients of `sources`, or
 # of what they were made from.

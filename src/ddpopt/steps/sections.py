@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from ddpopt import _torch
 from ddpopt.steps.observing import observing
 
-_DEPTH = 4  # of views that may lie between an output and the node of its compiled graph
+_DEPTH = 4  # of nodes with several inputs that may lie between an output and its compiled graph's
 _WATCHED = "ddpopt: watched"  # in the node's own dictionary, which ends with the step
 
 Context = contextlib.AbstractContextManager[None]
@@ -117,18 +117,21 @@ def _watch_backward(outputs: Any, make_context: Callable[[], Context]) -> None:
 def _find_node(outputs: Any) -> Any:
     """The node of a compiled graph that made these outputs; None without a new one.
 
-    It is the outputs' own, or behind views of what the graph returned.
+    It is the outputs' own, or behind views of what the graph returned. A view has one input, and
+    there may be any number of them; behind a few nodes with several inputs the graph is not the
+    compiled one's any more.
     """
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
     level: list[Any] = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
     for _ in range(_DEPTH):
         following: list[Any] = []
-        for node in level:
-            if node is None:
-                continue
-            if not _torch.is_compiled_backward(node):
-                following += [source for source, _ in node.next_functions]
-            elif _WATCHED not in node.metadata:
+        for each in level:
+            node = each
+            while node is not None and not _torch.is_compiled_backward(node):
+                sources = [source for source, _ in node.next_functions]
+                node = sources[0] if len(sources) == 1 else None
+                following += sources if len(sources) > 1 else []
+            if node is not None and _WATCHED not in node.metadata:
                 return node
         level = following
     return None
