@@ -531,9 +531,10 @@ def test_names_of_ddp_are_looked_for_where_there_is_one(one_rank: None) -> None:
 
 
 def test_the_command_is_installed() -> None:
-    """`ddpopt` runs `main`."""
+    """It begins in a module that imports nothing, see there."""
     (script,) = metadata.entry_points(group="console_scripts", name="ddpopt")
-    assert script.load() is main
+    assert script.value == "ddpopt_command:main"
+    assert callable(script.load())
 
 
 @pytest.mark.slow
@@ -544,6 +545,29 @@ def test_a_closed_pipe_is_no_error(plan_path: str) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() == 141
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_ddpopt_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+    """The import takes seconds, of torch's; here it takes as long as the test needs."""
+    (tmp_path / "torch.py").write_text(
+        "import sys, time\nprint('begun', file=sys.stderr, flush=True)\ntime.sleep(600)\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "src" / "ddpopt_command.py"), "doctor"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=300)[1] == ""
+    assert process.returncode == 130
 
 
 @pytest.mark.slow

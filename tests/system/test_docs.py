@@ -348,6 +348,21 @@ def test_every_exception_and_reason_has_a_cause_and_a_remedy() -> None:
         assert not row.remedy.startswith("None needed"), f"{row.name} says not what to do"
 
 
+def test_there_is_one_version() -> None:
+    """It is that of the next release, until its tag is set."""
+    files = {
+        "pyproject.toml": r'^version = "(.+?)"',
+        "CITATION.cff": r"^version: (.+)$",
+        "CHANGELOG.md": r"^## (\S+) \((?:unreleased|\d{4}-\d{2}-\d{2})\)$",
+    }
+    versions = {}
+    for name, pattern in files.items():
+        found = re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        assert found is not None, name
+        versions[name] = found[1]
+    assert len(set(versions.values())) == 1, versions
+
+
 def test_the_page_of_errors_has_what_the_source_has() -> None:
     """Else: `make errors`."""
     page = error_tables.PAGE.read_text()
