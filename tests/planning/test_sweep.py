@@ -163,13 +163,15 @@ def test_the_table_shows_a_cell_in_a_line() -> None:
 def test_sweep_runs_as_a_command(plan_path: str) -> None:
     """`python -m ddpopt sweep` has a default grid of 4 world sizes and 3 bandwidths.
 
-    Below it stands for how many ranks the plan in the file is.
+    Below it stands what the percentages are, and for how many ranks the plan in the file is.
     """
     done = _run("sweep", plan_path)
     assert done.returncode == 0, done.stderr
-    *cells, empty, saved = done.stdout.splitlines()
+    *cells, empty, title, legend, _, saved = done.stdout.splitlines()
     assert len(cells) == 1 + 4 * 3
     assert not empty
+    assert title.startswith("efficiency (the iteration of one rank alone")
+    assert legend.startswith("  saved: ")
     assert saved.endswith("for 2 ranks")
 
 

@@ -34,6 +34,9 @@ from ddpopt.planning.simulation import (
 
 _NUM_STEPS = 3  # DDP forms its buckets after the first, and reports them in the third
 _MIB = 1024 * 1024
+_EFFICIENCIES = """
+efficiency (the iteration of one rank alone, divided by this one) with the buckets
+  saved: of the plan; default: of DDP; replanned: that are best for these links"""
 _LINKS = ("latency_us", "algorithm", "ranks_per_node")
 
 
@@ -136,7 +139,7 @@ def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
     cells = sweep(saved, args.world_sizes, args.bandwidths, network, stragglers)
     return Report(
         data=[{**dataclasses.asdict(cell), "best": cell.best} for cell in cells],
-        parts=[render(cells), _describe_saved(saved, args)],
+        parts=[render(cells), _EFFICIENCIES, _describe_saved(saved, args)],
     )
 
 

@@ -232,14 +232,7 @@ def render(cells: Sequence[Cell]) -> str:
         )
         for cell in cells
     ]
-    return "\n".join(
-        [
-            *table(header, rows),
-            "",
-            "efficiency (the iteration of one rank alone, divided by this one) with buckets",
-            "  saved: of the plan; default: of DDP; replanned: the best for these links",
-        ]
-    )
+    return "\n".join(table(header, rows))
 
 
 def parse_bandwidth(text: str) -> float:
