@@ -30,16 +30,10 @@ from tests.system.training.outcomes import (
 
 SPLITS = ("forward", "auto")
 _SPLIT_OF = {"forward": "forward", "auto": "backward"}
-# Each row of Inductor takes a minute. By day: those whose memory is written or has other strides.
-_INDUCTOR_BY_DAY = ("channels_last", "in-place operators", "mutated inputs")
-
-
-def _is_nightly(name: str, inner: str, split: str) -> bool:
-    return inner == "inductor" and (split == "forward" or name not in _INDUCTOR_BY_DAY)
-
-
+# Each row of Inductor takes a minute. By day: those that are compiled for a warm start anyway.
+_NIGHTLY = ("inductor", "forward")
 ALL = [
-    pytest.param(name, inner, split, marks=[pytest.mark.nightly] * _is_nightly(name, inner, split))
+    pytest.param(name, inner, split, marks=[pytest.mark.nightly] * ((inner, split) == _NIGHTLY))
     for split in SPLITS
     for inner in ("aot_eager", "inductor")
     for name in names_of(inner, split)

@@ -5,7 +5,7 @@ python -m tests.system.operators --log operators.jsonl
 The log gets a line of JSON for each call and split; a call that it has is not run again, so that a
 sweep can be continued. Lines are printed of what failed, and counts at the end.
 """
-# test: skip, it takes half an hour; tests/system/test_operators.py runs the strangest
+# test: skip, it takes half an hour; tests/system/test_operators.py runs strange ones
 
 from __future__ import annotations
 
