@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt import _torch
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split import compiler
 from ddpopt.split.arrival import final_places
@@ -188,6 +189,10 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
     "drop a call": (lambda b: _edited(b, 0, lambda gm: _drop(gm, _aten.relu.default)), "otherwise"),
     "drop a collective": (lambda b: _edited(b, 1, lambda gm: _drop(gm, _TELL)), "other calls"),
     "repeat a collective": (lambda b: _edited(b, 1, lambda gm: _repeat(gm, _TELL)), "other calls"),
+    "repeat another call": (
+        lambda b: _edited(b, 0, lambda gm: _repeat(gm, _aten.relu.default)),
+        "makes? a call again",
+    ),
     "move a collective": (_move_collective, "other calls"),
     "swap what is kept and released": (lambda b: _edited(b, 1, _swap_outputs), "otherwise"),
     "hand out what is read later": (lambda b: _edited(b, 0, _skip_copies), "handed out"),
@@ -303,6 +308,40 @@ def test_a_value_that_may_be_made_in_a_buffer_is_not_kept_for_a_later_section(co
     assert unsafe is not None
     with pytest.raises(NotCutError, match="in memory that the program can reach"):
         unsafe.validate()
+
+
+def _mistaken(
+    monkeypatch: pytest.MonkeyPatch, operator: Any, calls: list[Call], gradients: list[int]
+) -> Backward:
+    """A backward that is cut where it is not known whether an operator's results are views."""
+    is_view = _torch.is_view
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "is_view", lambda target: is_view(target) != (target is operator))
+        backward = _cut_backward(calls, gradients, [[0], [1]])
+    assert backward is not None
+    return backward
+
+
+def test_what_is_wrongly_taken_for_a_view_is_not_made_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proof goes by the memory of values, and not by the list of operators."""
+    calls: list[Call] = [(_aten.exp.default, (0,)), (_aten.mm.default, (3, 1)), (_TELL, (4,))]
+    backward = _mistaken(
+        monkeypatch, _aten.exp.default, [*calls, (_aten.mm.default, (3, 2))], [5, 6]
+    )
+    with pytest.raises(NotCutError, match="a call again"):
+        backward.validate()
+
+
+def test_a_view_that_is_not_known_as_one_does_not_share_what_was_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is smaller than what it shows, and so kept for the later section."""
+    calls: list[Call] = [(_TELL, (0,)), (_aten.diagonal.default, (3,)), (_aten.mul.Tensor, (2, 4))]
+    backward = _mistaken(monkeypatch, _aten.diagonal.default, calls, [3, 5])
+    with pytest.raises(NotCutError, match="handed out"):
+        backward.validate()
 
 
 def _has(gm: fx.GraphModule, target: Any) -> bool:

@@ -79,6 +79,15 @@ def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank:
     assert known.rules == rules
 
 
+def test_who_asks_for_buckets_leaves_no_answer_behind(one_rank: None) -> None:
+    """A Reducer that looks for unused parameters keeps its buckets, until the graph is static."""
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.01, find_unused_parameters=True)
+    known = state.get(ddp)
+    assert known.buckets
+    ddp._set_static_graph()
+    assert known.buckets is None
+
+
 def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: None) -> None:
     """The tuner goes on with the next compile; the buckets that were in force are unknown."""
     ddp = _ddp()

@@ -8,7 +8,7 @@ tests/system/test_drift.py.
 
 What torch writes into graphs, such as the keys of a node's metadata, is private too, and cannot be
 looked up: in a graph to which torch had nothing to write, a key is missing as well. Such texts are
-rows of the second kind, `PrivateText`, and each says what becomes of a graph without the text.
+rows of the second kind, `PrivateText`, and a comment says what becomes of a graph without it.
 
 A name that torch renamed is one row still, whose text depends on the release:
 `REDUCER = PrivateName(_DDP, "_reducer" if installed_release() >= (2, 16) else "reducer", ...)`.
@@ -160,13 +160,12 @@ class PrivateName:
 class PrivateText:
     """A text that torch writes into graphs or reports, or takes as a keyword, and where it stands.
 
-    `without` says what happens in a release that writes another one.
+    The comment at each row says what happens in a release that writes another text.
     """
 
     where: str
     text: str
     need: Need
-    without: str
 
     def __str__(self) -> str:
         return f"{self.where} {self.text!r}"
@@ -495,148 +494,88 @@ TABLE = tuple(row for row in list(globals().values()) if isinstance(row, Private
 
 _NODE, _GRAPH_META, _LOG = "node metadata", "graph metadata", "entry of DDP's log"
 _PLACEHOLDER, _KEYWORD = "placeholder name", "keyword of Inductor's inner compiler"
-_IS_DRIFT = "TorchDriftError, the graph is not cut: "
 
+# Without it: a plan is refused for a module that is wrapped once it was made.
 CHECKPOINT_WRAPPED = PrivateText(
     "the names of what is in an activation checkpoint's wrapper",
     "_checkpoint_wrapped_module",
     Need.REBUCKET,
-    "a plan is refused for a module that is wrapped once it was made",
 )
-EXAMPLE_VALUE = PrivateText(
-    _NODE, "example_value", Need.SPLIT, _IS_DRIFT + "it would seem to write to no memory"
-)
-COMPILE_ID = PrivateText(
-    _GRAPH_META, "dynamo_compile_id", Need.SPLIT, _IS_DRIFT + "all graphs would have one name"
-)
-CUDA_GRAPHS_WANTED = PrivateText(
-    _GRAPH_META,
-    "cudagraph_annotation",
-    Need.BACKWARD,
-    # LIMIT: without `override_cudagraphs` the key is not there either, so nobody notices.
-    "the backward of a graph for which a program asks for CUDA graphs is cut all the same",
-)
-SAVED_TENSORS_HOOKS = PrivateText(
-    "attribute of Dynamo's graph",
-    "saved_tensors_hooks_",
-    Need.SPLIT,
-    # LIMIT: without such hooks the attributes are not there either, so nobody notices.
-    "AOTAutograd's cache takes a graph with hooks on saved tensors for one without",
-)
-STREAMS = PrivateText(
-    "operator library",
-    "streams",
-    Need.SPLIT,
-    # LIMIT: such a call keeps its place among effects, but the calls on its stream may leave it.
-    "calls on streams are taken for those of a library that nobody knows",
-)
+# Without it the graph is not cut (TorchDriftError): it would seem to write to no memory.
+EXAMPLE_VALUE = PrivateText(_NODE, "example_value", Need.SPLIT)
+# Without it the graph is not cut (TorchDriftError): all graphs would have one name.
+COMPILE_ID = PrivateText(_GRAPH_META, "dynamo_compile_id", Need.SPLIT)
+# Without it: the backward of a graph for which a program asks for CUDA graphs is cut all the same.
+# LIMIT: without `override_cudagraphs` the key is not there either, so nobody notices.
+CUDA_GRAPHS_WANTED = PrivateText(_GRAPH_META, "cudagraph_annotation", Need.BACKWARD)
+# Without it: AOTAutograd's cache takes a graph with hooks on saved tensors for one without.
+# LIMIT: without such hooks the attributes are not there either, so nobody notices.
+SAVED_TENSORS_HOOKS = PrivateText("attribute of Dynamo's graph", "saved_tensors_hooks_", Need.SPLIT)
+# Without it: calls on streams are taken for those of a library that nobody knows.
+# LIMIT: such a call keeps its place among effects, but the calls on its stream may leave it.
+STREAMS = PrivateText("operator library", "streams", Need.SPLIT)
+# Without it: such a call is not known to be pure, so it keeps its place.
 RUNNING_GRAPHS = PrivateText(
     "higher-order operators",
     "associative_scan autograd_function_apply cond flex_attention flex_attention_backward "
     "invoke_subgraph map_impl scan tag_activation_checkpoint triton_kernel_wrapper_functional "
     "while_loop wrap",
     Need.SPLIT,
-    "such a call is not known to be pure, so it keeps its place",
 )
-FUNCTION_APPLY = PrivateText(
-    "higher-order operators",
-    "autograd_function_apply",
-    Need.BACKWARD,
-    "the proof does not see where the backward of an autograd.Function ends",
-)
-EFFECT_TOKENS = PrivateText(
-    "operators",
-    "_make_token.default _sink_tokens.default",
-    Need.BACKWARD,
-    "they are taken for pure; WITH_EFFECTS, which stands in the same graphs, is found all the same",
-)
-FOR_CPU = PrivateText(
-    "operator name ending",
-    "_for_cpu",
-    Need.ESTIMATE,
-    "the CPU's attention counts as no arithmetic, as all operators without a formula do",
-)
-VALUE = PrivateText(
-    _NODE, "val", Need.BACKWARD, _IS_DRIFT + "its inputs would seem to be in nobody's memory"
-)
-AUTOGRAD_NUMBER = PrivateText(
-    _NODE, "seq_nr", Need.BACKWARD, _IS_DRIFT + "the proof would not see where autograd nodes end"
-)
-CUSTOM = PrivateText(
-    _NODE,
-    "custom",
-    Need.BACKWARD,
-    # LIMIT: some marks may be left, where torch copies nodes rather than makes others of them.
-    "marks are lost; if all are, TorchDriftError, the graph is not cut",
-)
-WAIT_TENSOR = PrivateText(
-    "operator",
-    "_c10d_functional.wait_tensor.default",
-    Need.BACKWARD,
-    "to wait for a collective seems to be one: a backward is cut there as well",
-)
-DESCRIPTION = PrivateText(
-    _NODE, "desc", Need.BACKWARD, _IS_DRIFT + "no value that it saves would seem to be an argument"
-)
-TANGENTS = PrivateText(
-    _PLACEHOLDER, "tangents_", Need.BACKWARD, _IS_DRIFT + "tangents would seem to be saved tensors"
-)
-PRIMALS = PrivateText(
-    _PLACEHOLDER,
-    "primals_",
-    Need.BACKWARD,
-    "Inductor orders kernels as if parameters were freed after their last use",
-)
-STRIDES_KEPT = PrivateText(
-    _NODE, "user_visible_output_idxs", Need.BACKWARD, _IS_DRIFT + "sections rely on those strides"
-)
-HELD_NAME = PrivateText(
-    _PLACEHOLDER, "arg", Need.BACKWARD, "as without 'primals_'; Inductor reads the name"
-)
-IS_BACKWARD = PrivateText(
-    _KEYWORD, "is_backward", Need.BACKWARD, "no backward is found: Reason.BACKWARD_FAILED"
-)
-STATIC_INPUTS = PrivateText(
-    _KEYWORD,
-    "static_input_idxs",
-    Need.BACKWARD,
-    "Inductor does not take it from us: Reason.BACKWARD_FAILED",
-)
-COMPILED_BACKWARD = PrivateText(
-    "autograd node name",
-    "CompiledFunctionBackward",
-    Need.RECORD,
-    "what sections take in backward is not recorded",
-)
+# Without it: the proof does not see where the backward of an autograd.Function ends.
+FUNCTION_APPLY = PrivateText("higher-order operators", "autograd_function_apply", Need.BACKWARD)
+# Without it: they are taken for pure; WITH_EFFECTS, which stands in the same graphs, is found all
+# the same.
+EFFECT_TOKENS = PrivateText("operators", "_make_token.default _sink_tokens.default", Need.BACKWARD)
+# Without it: the CPU's attention counts as no arithmetic, as all operators without a formula do.
+FOR_CPU = PrivateText("operator name ending", "_for_cpu", Need.ESTIMATE)
+# Without it the graph is not cut (TorchDriftError): its inputs would seem to be in nobody's
+# memory.
+VALUE = PrivateText(_NODE, "val", Need.BACKWARD)
+# Without it the graph is not cut (TorchDriftError): the proof would not see where autograd nodes
+# end.
+AUTOGRAD_NUMBER = PrivateText(_NODE, "seq_nr", Need.BACKWARD)
+# Without it: marks are lost; if all are, TorchDriftError, the graph is not cut.
+# LIMIT: some marks may be left, where torch copies nodes rather than makes others of them.
+CUSTOM = PrivateText(_NODE, "custom", Need.BACKWARD)
+# Without it: to wait for a collective seems to be one: a backward is cut there as well.
+WAIT_TENSOR = PrivateText("operator", "_c10d_functional.wait_tensor.default", Need.BACKWARD)
+# Without it the graph is not cut (TorchDriftError): no value that it saves would seem to be an
+# argument.
+DESCRIPTION = PrivateText(_NODE, "desc", Need.BACKWARD)
+# Without it the graph is not cut (TorchDriftError): tangents would seem to be saved tensors.
+TANGENTS = PrivateText(_PLACEHOLDER, "tangents_", Need.BACKWARD)
+# Without it: Inductor orders kernels as if parameters were freed after their last use.
+PRIMALS = PrivateText(_PLACEHOLDER, "primals_", Need.BACKWARD)
+# Without it the graph is not cut (TorchDriftError): sections rely on those strides.
+STRIDES_KEPT = PrivateText(_NODE, "user_visible_output_idxs", Need.BACKWARD)
+# Without it: as without 'primals_'; Inductor reads the name.
+HELD_NAME = PrivateText(_PLACEHOLDER, "arg", Need.BACKWARD)
+# Without it: no backward is found: Reason.BACKWARD_FAILED.
+IS_BACKWARD = PrivateText(_KEYWORD, "is_backward", Need.BACKWARD)
+# Without it: Inductor does not take it from us: Reason.BACKWARD_FAILED.
+STATIC_INPUTS = PrivateText(_KEYWORD, "static_input_idxs", Need.BACKWARD)
+# Without it: what sections take in backward is not recorded.
+COMPILED_BACKWARD = PrivateText("autograd node name", "CompiledFunctionBackward", Need.RECORD)
 
-HAS_REBUILT = PrivateText(
-    _LOG,
-    "has_rebuilt_buckets",
-    Need.SPLIT,
-    "buckets of a module that was copied or loaded count as not yet final",
-)
-REBUILT_BUCKETS = PrivateText(
-    _LOG,
-    "rebuilt_per_bucket_param_indices",
-    Need.SPLIT,
-    "final buckets are never known, and cuts stay where they are predicted",
-)
-COMM_HOOK = PrivateText(
-    _LOG,
-    "comm_hook",
-    Need.REBUCKET,
-    # LIMIT: without a hook the entry is not there either, so nobody notices.
-    "a module seems to have no comm hook, and loses it with its Reducer",
-)
-ITERATION = PrivateText(_LOG, "iteration", Need.RECORD, "all steps that DDP timed are number 0")
-FORWARD_TIME = PrivateText(_LOG, "forward_compute_time", Need.RECORD, "forward took 0 s")
-BACKWARD_TIME = PrivateText(_LOG, "backward_compute_time", Need.RECORD, "backward took 0 s")
-COMM_TIME = PrivateText(_LOG, "backward_comm_time", Need.RECORD, "allreduces took 0 s")
-OVERLAP_TIME = PrivateText(
-    _LOG, "backward_compute_comm_overlap_time", Need.RECORD, "no allreduce was overlapped"
-)
-NUM_BYTES = PrivateText(
-    _LOG, "total_parameter_size_bytes", Need.RECORD, "gradients have 0 bytes together"
-)
+# Without it: buckets of a module that was copied or loaded count as not yet final.
+HAS_REBUILT = PrivateText(_LOG, "has_rebuilt_buckets", Need.SPLIT)
+# Without it: final buckets are never known, and cuts stay where they are predicted.
+REBUILT_BUCKETS = PrivateText(_LOG, "rebuilt_per_bucket_param_indices", Need.SPLIT)
+# Without it: a module seems to have no comm hook, and loses it with its Reducer.
+# LIMIT: without a hook the entry is not there either, so nobody notices.
+COMM_HOOK = PrivateText(_LOG, "comm_hook", Need.REBUCKET)
+# Without it: all steps that DDP timed are number 0.
+ITERATION = PrivateText(_LOG, "iteration", Need.RECORD)
+# Without it: forward took 0 s.
+FORWARD_TIME = PrivateText(_LOG, "forward_compute_time", Need.RECORD)
+# Without it: backward took 0 s.
+BACKWARD_TIME = PrivateText(_LOG, "backward_compute_time", Need.RECORD)
+# Without it: allreduces took 0 s.
+COMM_TIME = PrivateText(_LOG, "backward_comm_time", Need.RECORD)
+# Without it: no allreduce was overlapped.
+OVERLAP_TIME = PrivateText(_LOG, "backward_compute_comm_overlap_time", Need.RECORD)
+# Without it: gradients have 0 bytes together.
+NUM_BYTES = PrivateText(_LOG, "total_parameter_size_bytes", Need.RECORD)
 
 TEXTS = tuple(row for row in list(globals().values()) if isinstance(row, PrivateText))

@@ -1,13 +1,20 @@
 """`Handle`, an algorithm at work on a model: what all algorithms share.
 
 [Note: steps] A step of an algorithm is a forward with gradients on and outside `no_sync`, together
-with the backward and the update that follow it. Evaluation, `no_grad`, the forwards of accumulated
-micro-batches and additional forwards before the same backward are not counted. A step begins with
-its forward; in eval mode, which may be an evaluation without `no_grad`, only when its backward
-reduces the first bucket. It ends with the last optimizer's update; if that is skipped, as
-GradScaler may do, it ends with the next forward of this kind, so that all ranks communicate equally
-often. What needs all steps to be over (`paused`, `state_dict`, `detach` unless `average=False`)
-ends an open one too.
+with the backward and the update that follow it.
+
+    with ddp.no_sync(): loss(ddp(a)).backward()     accumulates: no step
+    with torch.no_grad(): ddp(b)                    evaluation: no step
+    loss(ddp(c)).backward(); optimizer.step()       step 1, which ends with the update
+    loss(ddp(d)).backward()                         step 2; GradScaler skips its update
+    loss(ddp(e)).backward(); optimizer.step()       step 3: its forward ends step 2
+
+Evaluation, `no_grad`, the forwards of accumulated micro-batches and additional forwards before the
+same backward are not counted. A step begins with its forward; in eval mode, which may be an
+evaluation without `no_grad`, only when its backward reduces the first bucket. It ends with the last
+optimizer's update; if that is skipped, it ends with the next forward that begins a step, so that
+all ranks communicate equally often. What needs all steps to be over (`paused`, `state_dict`,
+`detach` unless `average=False`) ends an open one too.
 
 [Note: the end of a backward] A backward may run others, as reentrant checkpoints do, each of which
 ends before it. DDP reduces each bucket once in a backward, in order, so all gradients are final

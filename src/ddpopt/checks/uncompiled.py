@@ -7,6 +7,7 @@ compiled. So each module's forwards are looked at, and one warning says what is 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,14 @@ from ddpopt.steps.forwards import Subscriber, ask_at_first, subscribe_to_all, un
 def watch(backend: Callable[..., Any]) -> None:
     """Look at the forwards of DDP modules that `backend` is to compile, as a whole or in part."""
     subscribe_to_all(_WholeForwards(backend))
-    ask_at_first(lambda _: _FirstForward(backend))
+    ask_at_first(_first_forward_of(backend))
+
+
+@functools.cache  # `ask_at_first` asks a function once, however often it is given
+def _first_forward_of(
+    backend: Callable[..., Any],
+) -> Callable[[DistributedDataParallel], Subscriber]:
+    return lambda _: _FirstForward(backend)
 
 
 class _WholeForwards(Subscriber):

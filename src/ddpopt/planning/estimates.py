@@ -6,9 +6,9 @@ takes for them. Measurements come from elsewhere; `scale` brings the two togethe
 [Note: costs of a call]
 FLOPs are those of torch's own formulas (`torch.utils.flop_counter`), 0 where there is none. Bytes
 moved are the inputs read and the outputs written. Views, elements of tuples and empty tensors
-are free. Compilers fuse pointwise operations: a value that one makes and only one other reads is
-neither written nor read, and its maker is launched with the reader. This is simpler than what a
-compiler does, which also fuses values with several readers, and reductions.
+are free. Compilers fuse elementwise operations and reductions (`may_be_fused`): a value that one
+makes and only one other reads is neither written nor read, and its maker is launched with the
+reader. This is simpler than what a compiler does, which also fuses values with several readers.
 
 A value's memory belongs to the call that made it. Views and in-place operations pass on the memory
 of their first input, so reading them reads that.
@@ -45,7 +45,7 @@ from ddpopt.planning.batch import (
 from ddpopt.planning.calibrate import measure_device
 from ddpopt.planning.costs import Device, Gradient, Profile
 from ddpopt.planning.randomness import same_randomness
-from ddpopt.split.nodes import call_nodes, leaves, name_of
+from ddpopt.split.nodes import call_nodes, leaves, may_be_fused, name_of
 
 _MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # They read as much of their first input as they write.
@@ -313,9 +313,8 @@ class _Values:
         readers = self._readers.get(node, ())
         return (
             self.owner[node] is node
-            and _is_pointwise(node)
             and len(readers) == 1
-            and all(map(_is_pointwise, readers))
+            and all(may_be_fused(node, reader) for reader in readers)
         )
 
     def moved_bytes(self, node: fx.Node) -> int:
@@ -342,10 +341,6 @@ def _is_view(node: fx.Node) -> bool:
 def _is_free(node: fx.Node) -> bool:
     is_empty = _base_name(node).startswith(("empty", "new_empty"))
     return _is_view(node) or name_of(node) == "getitem" or is_empty
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

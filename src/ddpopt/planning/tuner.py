@@ -1,6 +1,10 @@
 """Find better buckets while training runs: measure, decide once for all ranks, switch together.
 
 [Note: tuning]
+    backward   1 2 3    4 ... 8      | before forward 9         | 9 ... 16    | before forward 17
+    each rank  untimed  notes times  | all meet, measure, plan, | notes times | all compare: keep
+                                     | get new Reducers         | again       | the new, or undo
+
 With `buckets="auto"` the first iterations run with DDP's own buckets, in graphs that are cut more
 finely, and each rank notes when its gradients arrive. Then ranks meet and switch together:
 
@@ -12,7 +16,7 @@ finely, and each rank notes when its gradients arrive. Then ranks meet and switc
    process group's store, with a time limit. If a rank does not come, or cannot go on, all keep
    their buckets; if one has gradients that wait to be reduced, or that lie in the present buckets,
    all meet again one backward later, a few times.
-4. From there on they are at the same place and use collectives: they measure the network, rank 0
+4. From there on they run the same code and use collectives: they measure the network, rank 0
    gets their times and plans, each rank says whether the plan fits it, and all apply it, or none
    does. The new Reducer's first steps, in which ranks communicate once more, are taken there too:
    from then on any rank may run a forward more again (`_torch.pass_first_steps`).

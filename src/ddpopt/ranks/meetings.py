@@ -1,11 +1,18 @@
 """Meetings of all ranks of a group through its store: no collective, so no timeout of one runs.
 
 [Note: meetings]
+    a block of two ranks, silence_s = 30        rank 0               rank 1              the store
+     0 s                                        begins               begins              in: 2
+     5 s                                        done, and watches    works               out: 1
+    60 s                                        sees rank 1's sign   gives a sign        out: 1
+    90 s                                        answers "all done"   done                out: 2
+    or rank 1 gives no sign for 30 s:           answers "rank 1 is lost", which both raise
+
 In a *monitored block* each rank writes which phase it is in, and at intervals that it is alive; the
 block ends when all are done, however long one of them works, or with an error if one fails or falls
-silent. A *joint decision* has one deadline. Either has one answer, the same on all ranks: what the
-first rank writes that has one. That is the last rank to come, one that fails or cannot go on, or
-one that has waited too long for another.
+silent. A *joint decision* has one deadline. Either has one answer, the same on all ranks: the one
+that is written first. It is written by the last rank to come, by one that fails or cannot go on, or
+by one that has waited too long for another; a rank that then comes reads that answer.
 
 [Note: what a meeting costs]
 It has to end on a thousand ranks as on two, so no rank asks for something of each of the others.

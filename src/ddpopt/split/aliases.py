@@ -25,8 +25,8 @@ class Aliases:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         """Read the graph's operators, and none of its values."""
-        # They cost next to nothing: each section makes its own, see [Note: calls, views and
-        # constants] in facts.py.
+        # They cost next to nothing: each section makes its own, see
+        # [Note: calls, views and constants] in facts.py.
         self.views_and_constants: set[fx.Node] = set()
         for node in call_nodes(gm.graph):
             if is_pure(node) and (not node.all_input_nodes or self._is_view(node)):

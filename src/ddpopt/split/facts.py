@@ -105,6 +105,7 @@ from ddpopt.split.nodes import (
     is_composite,
     is_differentiable,
     is_pure,
+    may_be_fused,
     may_communicate,
     mutation_spans,
     name_of,
@@ -702,20 +703,8 @@ def _tie(value: fx.Node, reader: fx.Node, in_arguments: AbstractSet[fx.Node]) ->
     is_product = name_of(value).partition(".")[0] in ("mm", "bmm", "addmm", "baddbmm")
     if is_product and name_of(reader).startswith("add."):
         return Tie.UNROUNDED  # the library's product can add to a tensor
-    if not (isinstance(made, torch.Tensor) and _is_generated(value) and _is_generated(reader)):
+    if not isinstance(made, torch.Tensor) or not may_be_fused(value, reader):
         return Tie.NONE
     # Compilers compute with more bits than a tensor of short floats stores.
     is_short = made.dtype.is_floating_point and made.dtype.itemsize < torch.float32.itemsize
     return Tie.UNROUNDED if is_short else Tie.FUSED
-
-
-# Not all releases have the tag for reductions.
-_GENERATED_TAGS = {
-    getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)
-}
-
-
-def _is_generated(node: fx.Node) -> bool:
-    """Whether a compiler would generate the loop for this call itself, and could fuse it."""
-    tags = set(getattr(node.target, "tags", ()))
-    return not tags.isdisjoint(_GENERATED_TAGS)

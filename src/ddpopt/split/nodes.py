@@ -128,6 +128,25 @@ def sets_mode(node: fx.Node) -> bool:
 IS_COPY = "ddpopt_is_copy"  # in the `meta` of a call of our own that passes on a value as it is
 
 
+# Not all releases have the tag for reductions.
+_GENERATED_TAGS = {
+    getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name)
+}
+
+
+def may_be_fused(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether a compiler could have a call and one that reads its value in one loop.
+
+    It generates the loops of elementwise operations and of reductions itself; others are calls of
+    libraries. This is what the choice of sections and the estimates of `ddpopt.plan` go by.
+    """
+    return _has_generated_loop(value) and _has_generated_loop(reader)
+
+
+def _has_generated_loop(node: fx.Node) -> bool:
+    return not _GENERATED_TAGS.isdisjoint(getattr(node.target, "tags", ()))
+
+
 def uses_streams(graph: fx.Graph) -> bool:
     """Whether a graph says on which stream its calls run: then each has to keep its place."""
     return any(_torch.uses_stream(node.target) for node in graph.nodes)

@@ -195,7 +195,7 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
     _require(
         not split.num_made - whole.num_made,
-        "sections make a call again that is neither a view nor a constant",
+        "a section makes a call again that is neither a view nor a constant",
     )
     _require(whole.writes == split.writes, "what is written to arguments differs")
     facts = read_backward(gm, reachable, unwritten, releases.num_before)

@@ -95,13 +95,17 @@ class DDPState:
         self.texts[cut.graph] = text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
         self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
-        self._cuts[cut.graph] = self._with_given_buckets(cut)
+        self._cuts[cut.graph] = self._with_buckets_in_force(cut)
 
-    def _with_given_buckets(self, cut: Cut) -> Cut:
-        if self._given_buckets is None or not cut.buckets or cut.is_shared:
+    def _with_buckets_in_force(self, cut: Cut) -> Cut:
+        """The cut with the Reducer's buckets, where these are known before it reports them."""
+        if self.reported_buckets is not None or not cut.buckets or cut.is_shared:
+            return cut
+        buckets = self.buckets
+        if buckets is None:
             return cut
         parameters = list(_torch.reducer_parameters(self._module()).values())
-        return cut.with_buckets(known_buckets(parameters, self._given_buckets, self.rules))
+        return cut.with_buckets(known_buckets(parameters, buckets, self.rules))
 
     def is_run_by(self, graph: str, runner: object) -> bool:
         """Whether this runner is the last one that was noted for a graph."""
@@ -229,14 +233,17 @@ class DDPState:
 
     @property
     def buckets(self) -> Buckets | None:
-        """The Reducer's buckets: as it reported them, or as they were given to it."""
-        ddp = self._module()
-        buckets = self.reported_buckets or self._given_buckets
+        """The Reducer's buckets; None if it has yet to form them, or does not tell.
+
+        As it reported them, or as they were given to it, or as they have been from the start, or
+        since steps that ran no code of ours. The last is asked anew each time: with
+        `find_unused_parameters` buckets are final until somebody calls `_set_static_graph()`.
+        """
+        known = self.reported_buckets or self._given_buckets
         was_asked = self.reported_buckets is not None
-        if buckets is None and not was_asked and not _torch.will_rebuild_buckets(ddp):
-            # They are final from the start, or since steps that ran no code of ours.
-            buckets = self._given_buckets = _torch.final_buckets(ddp)
-        return buckets
+        if known is None and not was_asked and not _torch.will_rebuild_buckets(self._module()):
+            return _torch.final_buckets(self._module())
+        return known
 
     @property
     def has_planned_buckets(self) -> bool:
@@ -259,7 +266,7 @@ class DDPState:
         self._given_buckets, self._are_given_by_plan = buckets, are_planned
         self.reported_buckets, self._num_bucket_queries = None, 0
         for graph, cut in self._cuts.items():
-            self._cuts[graph] = self._with_given_buckets(cut)
+            self._cuts[graph] = self._with_buckets_in_force(cut)
         self.compared.clear()
 
     @property
