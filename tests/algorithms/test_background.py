@@ -23,7 +23,7 @@ from ddpopt.errors import AttachError
 from tests.support.algorithms import ALGORITHMS
 from tests.support.documents import ROOT
 from tests.support.ends import ENDINGS
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 
 
 @functools.cache
@@ -33,20 +33,25 @@ def _exit_codes(num_runs: int, names: str, endings: str) -> dict[tuple[str, str]
     return {(name, ending): codes for name, ending, codes in map(json.loads, lines.splitlines())}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_script_that_raises_in_a_step_has_its_exit_code(name: str) -> None:
-    """Rank 0 ends first, and rank 1's average does not fail: rank 0 has done its part."""
-    codes = _exit_codes(1, ",".join(ALGORITHMS), "exception")
-    assert codes[name, "exception"] == {"1": 2}
+@pytest.mark.quick("Decentralized-exception", "Decentralized-destroyed", "Decentralized-alone")
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        *[(name, "exception") for name in ALGORITHMS],
+        ("Decentralized", "destroyed"),
+        ("Decentralized", "alone"),
+    ],
+)
+def test_a_script_that_ends_in_a_step_has_its_exit_code(name: str, ending: str) -> None:
+    """Rank 0 ends first, and rank 1's average does not fail: rank 0 has done its part.
 
-
-def test_a_script_that_destroys_the_groups_in_a_step_has_its_exit_code() -> None:
-    assert _exit_codes(1, "Decentralized", "destroyed")["Decentralized", "destroyed"] == {"0": 2}
-
-
-def test_a_process_does_not_wait_for_one_that_hangs() -> None:
-    """Nor does its interpreter, as it ends, for the collective in flight."""
-    assert _exit_codes(1, "Decentralized", "alone") == {("Decentralized", "alone"): {"1": 2}}
+    It does not wait for a rank that hangs, nor does its interpreter for the collective in flight.
+    """
+    is_first = name == "Decentralized"
+    others = ",".join(other for other in ALGORITHMS if other != "Decentralized")
+    endings = "exception,destroyed,alone" if is_first else "exception"
+    codes = _exit_codes(1, "Decentralized" if is_first else others, endings)
+    assert codes[name, ending] == {str(ENDINGS[ending]): 2}
 
 
 # With AsyncModelAverage a rank whose peer has gone raises in its next forward.
@@ -64,24 +69,21 @@ def test_no_script_of_many_aborts(name: str, ending: str) -> None:
     assert _exit_codes(25, name, ending)[name, ending] == {str(ENDINGS[ending]): 50}
 
 
-def _end_late(rank: int) -> tuple[bool, bool]:
-    """Leave a collective that rank 1 joins when rank 0 waits at its end."""
+@on_ranks(2)
+def test_what_was_left_in_flight_is_waited_for_and_then_forgotten(rank: int) -> None:
+    """Rank 1 joins when rank 0 waits at its end."""
     values = torch.ones(3)
-    if rank == 0:
-        work = dist.all_reduce(values, async_op=True)
-        leave_in_flight(work, values, dist.group.WORLD)
-        was_over = work.is_completed()
-        background._end_all()
-        is_over = work.is_completed()
-        background._forget_what_is_over()
-        return was_over, is_over and not background._left
-    time.sleep(0.2)
-    dist.all_reduce(values)
-    return False, bool(values.eq(2).all())
-
-
-def test_what_was_left_in_flight_is_waited_for_and_then_forgotten(ranks: Ranks) -> None:
-    assert ranks.run(_end_late) == [(False, True)] * 2
+    if rank == 1:
+        time.sleep(0.2)
+        dist.all_reduce(values)
+        return
+    work = dist.all_reduce(values, async_op=True)
+    leave_in_flight(work, values, dist.group.WORLD)
+    assert not work.is_completed()
+    background._end_all()
+    assert work.is_completed()
+    background._forget_what_is_over()
+    assert not background._left
 
 
 def test_a_thread_is_told_to_end_and_waited_for() -> None:

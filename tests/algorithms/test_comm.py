@@ -26,79 +26,66 @@ from ddpopt.algorithms import (
     attach,
 )
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, _make_group
-from tests.support.algorithms import attached_mlp, flat_weights, optimizer_for
+from tests.support.algorithms import ALGORITHMS, FLAT, Trial, X, inputs_of
+from tests.support.beside import compiled
 from tests.support.documents import ROOT
-from tests.support.groups import first_ranks
-from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.models import MLP, WIDTH
+from tests.support.on_ranks import gather, on_ranks
 
 CPU = torch.device("cpu")
+SHIFT_ONE = Decentralized(hierarchical=False, peer_selection="shift_one")
 
 
-def _nodes(rank: int) -> list[float]:
-    """Two nodes of two ranks, and then one of all."""
-    values = []
-    for size in (2, 4):
-        groups = Groups(dist.group.WORLD, CPU, size)
-        value = torch.tensor(float(rank))
-        groups.reduce(value, lambda ranks, value: ranks.all_reduce(value).wait())
-        values.append(value.item())
-        dist.barrier()
-        groups.end()
-    return values
-
-
-def test_nodes_average_leaders_meet_and_nodes_are_told(four_ranks: Ranks) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(("node_size", "expected"), [(2, 3.0), (4, 1.5)])
+def test_nodes_average_leaders_meet_and_nodes_are_told(
+    rank: int, node_size: int, expected: float
+) -> None:
     """0.5 and 2.5 are the nodes' means, 3 their sum; 1.5 is the mean of one node of all."""
-    assert four_ranks.run(_nodes) == [[3.0, 1.5]] * 4
+    assert dist.group.WORLD is not None
+    groups = Groups(dist.group.WORLD, CPU, node_size)
+    value = torch.tensor(float(rank))
+    groups.reduce(value, lambda ranks, value: ranks.all_reduce(value).wait())
+    assert value == expected
+    dist.barrier()
+    groups.end()
 
 
-def _be_in_unequal_groups(rank: int) -> float:
-    """Train where rank 0 alone has made further groups: torch names groups by their number."""
+@on_ranks(2)
+def test_ranks_may_be_in_different_numbers_of_groups(rank: int) -> None:
+    """Torch names groups by their number, and rank 0 alone has made further ones."""
     num_further = 3 if rank == 0 else 0
     further = [dist.new_group([0], use_local_synchronization=True) for _ in range(num_further)]
-    ddp, optimizer, handle = attached_mlp(Decentralized(local_world_size=2))
-    ddp(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    handle.detach()
+    trial = Trial(Decentralized(local_world_size=2))
+    trial.step()
+    trial.handle.detach()
     for group in further:
         dist.destroy_process_group(group)
-    return flat_weights(ddp).sum().item()
+    first, second = gather(trial.weights)
+    assert torch.equal(first, second)
 
 
-def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
-    first, second = ranks.run(_be_in_unequal_groups)
-    assert first == second
-
-
-def _mean(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The mean of three ranks, in groups of three and one: what the sum divided by three is."""
-    group = first_ranks(3)
-    if group is None:
-        return []
-    communicator = Communicator(group, CPU)
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mean_is_the_sum_divided_and_fits_where_the_sum_does_not(
+    rank: int, dtype: torch.dtype
+) -> None:
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, CPU)
     values = (torch.arange(1, 100) * (rank + 1) / 7).to(dtype)
     sum_of_all = values.clone()
     communicator.all_reduce(sum_of_all).wait()
     communicator.mean(values)
+    assert torch.equal(values, sum_of_all / 3)
     large = torch.tensor([40000.0, 65504.0, -65504.0]).to(dtype)
     expected = large.clone()
     communicator.mean(large)
-    return [values, sum_of_all / 3, large, expected]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_mean_is_the_sum_divided_and_fits_where_the_sum_does_not(
-    four_ranks: Ranks, dtype: torch.dtype
-) -> None:
-    for values, divided, large, expected in four_ranks.run(_mean, dtype)[:3]:
-        assert torch.equal(values, divided)
-        assert torch.equal(large, expected)
+    assert torch.equal(large, expected)
 
 
 LARGE: dict[str, Any] = {
-    "all": Decentralized(hierarchical=False),
-    "shift_one": Decentralized(hierarchical=False, peer_selection="shift_one"),
+    "all": FLAT,
+    "shift_one": SHIFT_ONE,
     "hierarchical": Decentralized(local_world_size=2),
     "LowPrecision": LowPrecisionDecentralized(hierarchical=False),
     "ByteGrad": ByteGrad(hierarchical=False),
@@ -107,40 +94,36 @@ LARGE: dict[str, Any] = {
 
 
 class Large(nn.Module):
-    """Weights of float16 of which two are beyond its range together."""
+    """Weights of float16 of which two are beyond its range together, with gradients of 0."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((8,), 40000.0).half())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * 1e-4 * x).sum()
+        return self.weight * 0 * x
 
 
-def _train_large(rank: int, name: str) -> list[float]:
-    ddp = DistributedDataParallel(Large())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    handle = attach(ddp, optimizer, LARGE[name])
-    for _ in range(3):
-        optimizer.zero_grad()
-        ddp(torch.ones(8).half()).backward()
-        optimizer.step()
-    stop_s = time.monotonic() + 60
-    while not handle.num_communications and time.monotonic() < stop_s:  # in the background
-        time.sleep(0.001)
-    handle.average()
-    handle.detach()
-    return ddp.module.weight.tolist()
-
-
+@on_ranks(2)
 @pytest.mark.quick("all")
 @pytest.mark.parametrize("name", LARGE)
-def test_weights_of_float16_may_be_large(ranks: Ranks, name: str) -> None:
-    assert ranks.run(_train_large, name) == [[40000.0] * 8] * 2
+def test_weights_of_float16_may_be_large(name: str) -> None:
+    trial = Trial(LARGE[name], Large())
+    trial.train([torch.ones(8).half()] * 3)
+    stop_s = time.monotonic() + 60
+    while not trial.handle.num_communications and time.monotonic() < stop_s:  # in the background
+        time.sleep(0.001)
+    trial.handle.average()
+    trial.handle.detach()
+    assert trial.model.weight.tolist() == [40000.0] * 8
 
 
-def _make_beside_a_device(rank: int) -> None:
-    """Make a group on rank 0 alone, as after `init_process_group(device_id=...)`."""
+@on_ranks(2)
+def test_no_group_is_split_off_the_default_one(rank: int) -> None:
+    """NCCL would wait for all ranks of the default group, of which some make no group.
+
+    A device is bound to that group as after `init_process_group(device_id=...)`.
+    """
     default = dist.group.WORLD
     assert default is not None
     default.bound_device_id = torch.device("cuda", 0)
@@ -153,11 +136,6 @@ def _make_beside_a_device(rank: int) -> None:
         assert default.bound_device_id == torch.device("cuda", 0)
     finally:
         default.bound_device_id = None
-
-
-def test_no_group_is_split_off_the_default_one(ranks: Ranks) -> None:
-    """NCCL would wait for all ranks of the default group, of which some make no group."""
-    ranks.run(_make_beside_a_device)
 
 
 def test_ranks_meet_on_ddps_device(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,38 +162,28 @@ def _num_open() -> tuple[int, int]:
     return num_groups, len(os.listdir("/proc/self/fd"))
 
 
-def _attach_and_detach(rank: int, algorithm: Any) -> list[tuple[int, int]]:
-    """Return what is open before the first time and after the second and fourth one."""
-    torch.manual_seed(0)
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "algorithm",
+    [Decentralized(local_world_size=2), ALGORITHMS["ByteGrad"], AsyncModelAverage()],
+    ids=lambda algorithm: algorithm.name,
+)
+def test_groups_end_when_the_algorithm_is_detached(algorithm: Any) -> None:
+    """The groups are gone, and their connections closed."""
     ddp = DistributedDataParallel(MLP(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     seen = [_num_open()]
-    for _ in range(2):
+    for _ in range(4):
+        handle = attach(ddp, optimizer, algorithm)
         for _ in range(2):
-            handle = attach(ddp, optimizer, algorithm)
-            for _ in range(2):
-                ddp(torch.ones(2, WIDTH)).sum().backward()
-                optimizer.step()
-            handle.detach()
-            del handle
+            ddp(X).sum().backward()
+            optimizer.step()
+        handle.detach()
+        del handle
         seen.append(_num_open())
-    return seen
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        Decentralized(local_world_size=2),
-        ByteGrad(hierarchical=False),
-        AsyncModelAverage(sync_interval_ms=5),
-    ],
-    ids=lambda algorithm: algorithm.name,
-)
-def test_groups_end_when_the_algorithm_is_detached(four_ranks: Ranks, algorithm: Any) -> None:
-    """The groups are gone, and their connections closed."""
-    for before, second, fourth in four_ranks.run(_attach_and_detach, algorithm):
-        assert second[0] == fourth[0] == before[0]
-        assert fourth[1] <= second[1]
+    before, _, second, _, fourth = seen
+    assert second[0] == fourth[0] == before[0]
+    assert fourth[1] <= second[1]
 
 
 # ---- What was sent -----------------------------------------------------------------------------
@@ -232,122 +200,102 @@ def _numbers(model: Any) -> dict[str, float]:
     return {name.removeprefix(PREFIX): v for name, v in metrics if name.startswith(PREFIX)}
 
 
-def _train(rank: int, algorithm: Any) -> list[dict[str, float]]:
-    """Return the algorithm's metrics after each step, the last with no update, and detached."""
-    ddp = DistributedDataParallel(MLP(DEPTH, bias=False), bucket_cap_mb=0.03)
-    optimizer = optimizer_for(algorithm, ddp.parameters(), lr=0.01, warmup_steps=2)
-    handle = attach(ddp, optimizer, algorithm)
+def _train(rank: int, algorithm: Any) -> tuple[Trial, list[dict[str, float]]]:
+    """Return the algorithm's metrics after each step."""
+    trial = Trial(algorithm, MLP(DEPTH, bias=False), bucket_cap_mb=0.03)
     numbers = []
-    for step, x in enumerate(batches(rank, [(4, WIDTH)] * (STEPS + 1))):
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        if step < STEPS:
-            optimizer.step()
-            numbers.append(_numbers(ddp))
-    handle.settle()
-    numbers.append(_numbers(ddp))
-    handle.detach()
-    return [*numbers, _numbers(ddp)]
+    for x in inputs_of(rank, STEPS):
+        trial.step(x)
+        numbers.append(_numbers(trial.ddp))
+    return trial, numbers
 
 
 # How much of what DDP sends a step sends, and how many steps send nothing.
 ROWS = {
     "Decentralized": (Decentralized(hierarchical=False, communication_interval=2), 1, 2),
-    "shift_one": (Decentralized(hierarchical=False, peer_selection="shift_one"), 1, 0),
+    "shift_one": (SHIFT_ONE, 1, 0),
     "LowPrecision": (LowPrecisionDecentralized(hierarchical=False), 1 / 4, 0),
     "ByteGrad": (ByteGrad(hierarchical=False), 1 / 4, 0),
     "by nodes": (ByteGrad(local_world_size=2), 0, 0),
 }
 
 
+@on_ranks(2)
 @pytest.mark.quick("Decentralized")
 @pytest.mark.parametrize("row", ROWS)
-def test_metrics_count_bytes_sent_and_saved(ranks: Ranks, row: str) -> None:
+def test_metrics_count_bytes_sent_and_saved(rank: int, row: str) -> None:
     """Bytes are those of values, or of codes and their ranges; saved is what DDP sends beyond."""
     algorithm, part, num_skipped = ROWS[row]
-    for *steps, last, detached in ranks.run(_train, algorithm):
-        assert [numbers["steps"] for numbers in steps] == [1, 2, 3, 4]
-        assert steps[-1]["skipped_steps"] == num_skipped
-        assert steps[-1]["stale_steps"] == (num_skipped > 0)
-        sent = part * PLAIN * (STEPS - num_skipped)
-        assert steps[-1]["sent_bytes"] == pytest.approx(sent, rel=0.02)
-        for numbers in steps:
-            total = numbers["sent_bytes"] + numbers["saved_bytes"]
-            assert total == pytest.approx(numbers["steps"] * PLAIN)
-        assert [numbers["skipped_updates"] for numbers in steps] == [0] * STEPS
-        assert last["skipped_updates"] == 1
-        assert last["steps"] == STEPS + 1
-        assert detached == {}
+    trial, steps = _train(rank, algorithm)
+    assert [numbers["steps"] for numbers in steps] == [1, 2, 3, 4]
+    assert steps[-1]["skipped_steps"] == num_skipped
+    assert steps[-1]["stale_steps"] == (num_skipped > 0)
+    sent = part * PLAIN * (STEPS - num_skipped)
+    assert steps[-1]["sent_bytes"] == pytest.approx(sent, rel=0.02)
+    for numbers in steps:
+        total = numbers["sent_bytes"] + numbers["saved_bytes"]
+        assert total == pytest.approx(numbers["steps"] * PLAIN)
+        assert numbers["skipped_updates"] == 0
+    trial.backward()
+    trial.handle.settle()
+    last = _numbers(trial.ddp)
+    assert (last["skipped_updates"], last["steps"]) == (1, STEPS + 1)
+    trial.handle.detach()
+    assert _numbers(trial.ddp) == {}
 
 
-def test_a_warm_up_reduces_whole_gradients(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_warm_up_reduces_whole_gradients(rank: int) -> None:
     """QAdam's first steps send what DDP sends, the others codes."""
-    for *steps, _, _ in ranks.run(_train, QAdam(hierarchical=False)):
-        parts = [b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(steps)]
-        assert [part / PLAIN for part in parts] == pytest.approx([1, 1 / 4, 1 / 4], rel=0.02)
-        assert steps[-1]["skipped_steps"] == 0
+    trial, steps = _train(rank, QAdam(hierarchical=False))
+    parts = [b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(steps)]
+    assert [part / PLAIN for part in parts] == pytest.approx([1, 1 / 4, 1 / 4], rel=0.02)
+    assert steps[-1]["skipped_steps"] == 0
+    trial.handle.detach()
 
 
-def _train_beside_rounds(rank: int) -> list[dict[str, float]]:
-    ddp = DistributedDataParallel(MLP(DEPTH, bias=False), broadcast_buffers=False)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    handle = attach(ddp, optimizer, AsyncModelAverage(sync_interval_ms=1, warmup_steps=1))
-    numbers = []
-    for x in batches(rank, [(4, WIDTH)] * 3):
-        num_rounds = handle.num_communications
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        numbers.append(_numbers(ddp))
-        while handle.num_steps > 1 and handle.num_communications == num_rounds:
-            time.sleep(0.001)
-    optimizer.zero_grad()
-    ddp(x).square().mean().backward()
-    optimizer.step()
-    numbers.append(_numbers(ddp))
-    handle.detach()
-    return numbers
-
-
-def test_rounds_in_the_background_are_counted_by_steps_of_training(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_rounds_in_the_background_are_counted_by_steps_of_training(rank: int) -> None:
     """A warm-up step counts as one that communicates; after a round weights are not stale."""
-    for first, *_, last in ranks.run(_train_beside_rounds):
-        assert first["skipped_steps"] == first["stale_steps"] == 0
-        assert first["sent_bytes"] == PLAIN
-        assert last["stale_steps"] == 0
-        assert last["sent_bytes"] >= PLAIN + last["communications"] * PLAIN
+    algorithm = AsyncModelAverage(sync_interval_ms=1, warmup_steps=1)
+    trial = Trial(algorithm, MLP(DEPTH, bias=False))
+    numbers = []
+    for x in inputs_of(rank, 4):
+        num_rounds = trial.handle.num_communications
+        trial.step(x)
+        numbers.append(_numbers(trial.ddp))
+        while 1 < trial.handle.num_steps < 4 and trial.handle.num_communications == num_rounds:
+            time.sleep(0.001)
+    first, *_, last = numbers
+    assert first["skipped_steps"] == first["stale_steps"] == 0
+    assert first["sent_bytes"] == PLAIN
+    assert last["stale_steps"] == 0
+    assert last["sent_bytes"] >= PLAIN + last["communications"] * PLAIN
+    trial.handle.detach()
 
 
 def test_every_number_has_a_row_in_the_documents(one_rank: None) -> None:
     """These are the metrics of steps and those of algorithms."""
-    ddp = DistributedDataParallel(MLP(DEPTH), bucket_cap_mb=0.03)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    handle = attach(ddp, optimizer, ByteGrad(hierarchical=False))
-    ddpopt.metrics(ddp)
-    for _ in range(3):
-        model(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-    metrics = ddpopt.metrics(ddp)
-    assert metrics.keys() >= {"ddpopt.step.ms", "ddpopt.buckets", *handle.metrics()}
+    trial = Trial(ByteGrad(hierarchical=False), MLP(DEPTH), bucket_cap_mb=0.03)
+    trial.run = compiled(trial.ddp, inner="eager")
+    ddpopt.metrics(trial.ddp)
+    trial.train([X] * 3)
+    metrics = ddpopt.metrics(trial.ddp)
+    assert metrics.keys() >= {"ddpopt.step.ms", "ddpopt.buckets", *trial.handle.metrics()}
     text = (ROOT / "docs" / "reading-the-logs.md").read_text()
     assert [name for name in metrics if f"`{name}`" not in text] == []
-    handle.detach()
+    trial.handle.detach()
 
 
 def test_a_state_that_is_loaded_is_no_communication(one_rank: None) -> None:
     """The state's steps are not counted either; of the next three, the second communicates."""
-    ddp = DistributedDataParallel(MLP(DEPTH))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    every_second = Decentralized(hierarchical=False, communication_interval=2)
-    handle = attach(ddp, optimizer, every_second)
-    handle.load_state_dict({**handle.state_dict(), "num_steps": 13, "num_communications": 7})
-    for _ in range(3):
-        ddp(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-    numbers = _numbers(ddp)
+    trial = Trial(Decentralized(hierarchical=False, communication_interval=2))
+    state = trial.handle.state_dict()
+    trial.handle.load_state_dict({**state, "num_steps": 13, "num_communications": 7})
+    trial.train([X] * 3)
+    numbers = _numbers(trial.ddp)
     assert (numbers["steps"], numbers["skipped_steps"], numbers["stale_steps"]) == (3, 2, 1)
-    handle.detach()
+    trial.handle.detach()
 
 
 # ---- Flat weights ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.algorithms.value_text import text_of
-from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks, error_of
+from ddpopt.errors import AttachError
+from tests.support.algorithms import X, flat_weights, inputs_of
+from tests.support.models import MLP
+from tests.support.on_ranks import gather, on_ranks
 
 EXACT = ByteGrad(hierarchical=False)  # all ranks get bitwise equal gradients
 
@@ -72,40 +75,32 @@ def _state(rank: int) -> dict[str, Any]:
     } | ({"more on 0": 1} if rank == 0 else {"more on 1": 1})
 
 
-def _send(rank: int) -> tuple[dict[str, str], dict[str, str], bool]:
+@on_ranks(2)
+def test_all_that_can_be_sent_becomes_rank_0s(rank: int) -> None:
     ddp = DistributedDataParallel(Plain())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    optimizer.state[ddp.module.weight] = _state(rank)
+    state = optimizer.state[ddp.module.weight] = _state(rank)
     optimizer.state["mine"] = {"total": rank}  # type: ignore[index]  # optimizers do so
-    count = optimizer.state[ddp.module.weight]["count"]
+    count = state["count"]
     with torch.inference_mode():
-        optimizer.state[ddp.module.weight]["of inference"] = torch.full((2,), float(rank))
+        state["of inference"] = torch.full((2,), float(rank))
     attach(ddp, optimizer, EXACT).detach()
-    state = optimizer.state[ddp.module.weight]
-    own = dict(state)
-    two = own.pop("two")
-    assert torch.equal(two.a, torch.full((2,), 1.0))
-    assert torch.equal(two.b, torch.full((2,), 2.0))
+    found = dict(optimizer.state[ddp.module.weight])
     expected = _state(0) | {"of inference": torch.zeros(2)}
-    del expected["two"]
-    # In the place of the one that was there, on which the optimizer may have a view.
-    is_in_place = state["count"] is count
-    own["mine"], expected["mine"] = optimizer.state["mine"], {"total": 0}  # type: ignore[index]
-    texts = [{name: text_of(value) for name, value in leaves.items()} for leaves in (own, expected)]
-    return texts[0], texts[1], is_in_place
+    assert found["count"] is count  # in its place: the optimizer may have a view on it
+    two, of_rank_0 = found.pop("two"), expected.pop("two")
+    assert torch.equal(two.a, of_rank_0.a)
+    assert torch.equal(two.b, of_rank_0.b)
+    assert {k: text_of(v) for k, v in found.items()} == {k: text_of(v) for k, v in expected.items()}
+    assert optimizer.state["mine"] == {"total": 0}  # type: ignore[index]
 
 
-def test_all_that_can_be_sent_becomes_rank_0s(ranks: Ranks) -> None:
-    for found, expected, is_in_place in ranks.run(_send):
-        assert found == expected
-        assert is_in_place
-
-
-def _train_apart(rank: int) -> torch.Tensor:
-    """Ranks whose states differ in numbers and in nested tensors train on, after `attach`."""
+@on_ranks(2)
+def test_ranks_do_not_drift_apart_whatever_their_states_are_made_of(rank: int) -> None:
+    """Their states differ in numbers and in nested tensors, until `attach`."""
     ddp = DistributedDataParallel(MLP(2))
     optimizer = Nesting(ddp.parameters(), lr=0.1)
-    x = batches(rank, [(4, WIDTH)])[0]
+    (x,) = inputs_of(rank, 1)
     for _ in range(1 + rank):  # DDP reduces, and so both have to do it equally often
         ddp(x).sum().backward()
         optimizer.step()
@@ -118,36 +113,28 @@ def _train_apart(rank: int) -> torch.Tensor:
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-    return torch.cat([p.detach().flatten() for p in ddp.parameters()])
-
-
-def test_ranks_do_not_drift_apart_whatever_their_states_are_made_of(ranks: Ranks) -> None:
-    first, second = ranks.run(_train_apart)
+    first, second = gather(flat_weights(ddp))
     assert torch.equal(first, second)
 
 
-def _resume(rank: int, resumed_rank: int) -> tuple[str, int]:
+@on_ranks(2)
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("resumed_rank", [0, 1])
+def test_ranks_go_on_from_where_rank_0_is(rank: int, resumed_rank: int) -> None:
+    """Only one of them has a state: the other gets it, or it is given up for rank 0's fresh one."""
     ddp = DistributedDataParallel(MLP(1))
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
-    ddp(torch.ones(2, WIDTH)).sum().backward()
+    ddp(X).sum().backward()
     optimizer.step()
     if rank != resumed_rank:
         optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
     attach(ddp, optimizer, EXACT).detach()
-    ddp(torch.ones(2, WIDTH)).sum().backward()
+    ddp(X).sum().backward()
     optimizer.step()
     states = [dict(state) for state in optimizer.state.values()]
-    return text_of(states), int(states[0]["step"])
-
-
-@pytest.mark.quick("0")
-@pytest.mark.parametrize("resumed_rank", [0, 1])
-def test_ranks_go_on_from_where_rank_0_is(ranks: Ranks, resumed_rank: int) -> None:
-    """Only one of them has a state: the other gets it, or it is given up for rank 0's fresh one."""
-    expected_step = [2, 1][resumed_rank]
-    first, second = ranks.run(_resume, resumed_rank)
+    assert int(states[0]["step"]) == [2, 1][resumed_rank]
+    first, second = gather(text_of(states))
     assert first == second
-    assert first[1] == expected_step
 
 
 class _Object:
@@ -155,49 +142,57 @@ class _Object:
         self.value = value
 
 
-def _attach_with(states: list[Any]) -> str:
+def _lazy(**values: Any) -> Any:
+    return collections.defaultdict(lambda: 0, values)  # which cannot be pickled
+
+
+# The states of a model's two parameters on a rank, with what the error says, if there is one.
+STATES: dict[str, tuple[Callable[[int], list[Any]], str]] = {
+    "equal objects": (lambda rank: [{"x": _Object(1.0)}], ""),
+    "sparse": (lambda rank: [{"x": torch.eye(2).to_sparse()}], ""),
+    "lazy": (lambda rank: [_lazy(step=rank)], ""),
+    "none": (lambda rank: [], ""),
+    "unequal objects": (
+        lambda rank: [{"x": [_Object(1.0 + rank)]}],
+        r"rank 1: optimizer 0: state\['x'\]\[0\] of weight .*_Object\(value=2.0\) instead of",
+    ),
+    "an object alone": (
+        lambda rank: [{"x": _Object(1.0)} if rank == 0 else None],
+        r"state\['x'\] of weight is missing",
+    ),
+    "unequal lazy ones": (lambda rank: [_lazy(**{f"step {rank}": rank})], "pickled"),
+    "shares": (
+        lambda rank: [{"step": 1}, None] if rank == 0 else [None, {"step": 1}],
+        "share of the parameters",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", STATES)
+def test_what_cannot_be_sent_is_refused_on_all_ranks_unless_it_is_equal(
+    rank: int, name: str
+) -> None:
+    """The error names the parameter and the leaf."""
+    make_states, names = STATES[name]
     ddp = DistributedDataParallel(Plain())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for parameter, state in zip(ddp.module.parameters(), states, strict=False):
+    for parameter, state in zip(ddp.module.parameters(), make_states(rank), strict=False):
         if state is not None:
             optimizer.state[parameter] = state
-    return error_of(lambda: attach(ddp, optimizer, EXACT).detach())
+    if names:
+        with pytest.raises(AttachError, match=names):
+            attach(ddp, optimizer, EXACT)
+    else:
+        attach(ddp, optimizer, EXACT).detach()
 
 
-def _give_objects(rank: int) -> list[str]:
-    lazy: Any = collections.defaultdict(lambda: 0, step=rank)
-    other_lazy: Any = collections.defaultdict(lambda: 0, {f"step {rank}": rank})
-    sparse = torch.eye(2).to_sparse()
-    return [
-        _attach_with([{"x": _Object(1.0)}]),
-        _attach_with([{"x": sparse}]),
-        _attach_with([lazy]),
-        _attach_with([{"x": [_Object(1.0 + rank)]}]),
-        _attach_with([{"x": _Object(1.0)} if rank == 0 else None]),
-        _attach_with([other_lazy]),
-        _attach_with([{"step": 1}, None] if rank == 0 else [None, {"step": 1}]),
-        _attach_with([]),
-    ]
-
-
-def test_what_cannot_be_sent_is_refused_on_all_ranks_unless_it_is_equal(ranks: Ranks) -> None:
-    """The error names the parameter, the leaf and the remedy, and nothing is left behind."""
-    for errors in ranks.run(_give_objects):
-        assert errors[:3] == ["nothing"] * 3
-        assert errors[3].startswith("AttachError: on rank 1: optimizer 0: state['x'][0] of weight")
-        assert "_Object(value=2.0) instead of" in errors[3]
-        assert "load the same checkpoint on all ranks" in errors[3]
-        assert "state['x'] of weight is missing instead of" in errors[4]
-        assert "cannot be pickled" in errors[5]
-        assert "a share of the parameters" in errors[6]
-        assert errors[7] == "nothing"
-
-
-def _share(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_an_optimizer_that_shares_its_state_among_ranks_keeps_it(rank: int) -> None:
     """ZeroRedundancyOptimizer's state is in another optimizer, of which each rank has a share."""
     ddp = DistributedDataParallel(MLP(2))
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
-    ddp(torch.ones(2, WIDTH)).sum().backward()
+    ddp(X).sum().backward()
     optimizer.step()
     optimizer.consolidate_state_dict(to=0)
     saved = [optimizer.state_dict() if rank == 0 else None]
@@ -206,8 +201,4 @@ def _share(rank: int) -> list[bool]:
     before = {p: text_of(dict(state)) for p, state in optimizer.optim.state.items()}
     attach(ddp, optimizer, EXACT).detach()
     after = {p: text_of(dict(state)) for p, state in optimizer.optim.state.items()}
-    return [bool(before), before == after]
-
-
-def test_an_optimizer_that_shares_its_state_among_ranks_keeps_it(ranks: Ranks) -> None:
-    assert ranks.run(_share) == [[True, True]] * 2
+    assert before == after != {}

@@ -5,21 +5,20 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpopt.algorithms import AsyncModelAverage, ByteGrad, attach
+from ddpopt.algorithms import ByteGrad, attach
 from ddpopt.errors import AttachError, OptionError
-from tests.support.algorithms import ALGORITHMS, FLAT, attached_mlp
+from tests.support.algorithms import ALGORITHMS, FLAT, Trial, X
 from tests.support.logs import logged
-from tests.support.models import MLP, WIDTH
-from tests.support.ranks import Ranks, error_of
+from tests.support.models import MLP
 
 # ---- optimizers whose updates would not be noticed ----------------------------------------------
 
@@ -66,75 +65,73 @@ class Twice(torch.optim.SGD):
         return super().step(closure)
 
 
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @pytest.mark.quick("Wrapping")
 @pytest.mark.parametrize("kind", [Wrapping, WrappingWithHooks])
 def test_an_optimizer_whose_step_calls_no_hooks_is_refused(one_rank: None, kind: Any) -> None:
-    ddp = DistributedDataParallel(MLP(1))
-    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match=f"step.. of the {kind.__name__} calls none of the hooks"):
-        attach(ddp, kind(inner), FLAT)
-    with pytest.raises(OptionError, match="no optimizer is given"):
-        attach(ddp, [], FLAT)
-    handle = attach(ddp, inner, FLAT)  # as the error advises
+    """The one in it is taken, as the error advises."""
+    with pytest.raises(OptionError, match=rf"{kind.__name__} .* hooks"):
+        Trial(make_optimizers=lambda model: kind(_sgd(model)))
+    trial = Trial()
     for _ in range(3):
-        ddp(torch.ones(2, WIDTH)).sum().backward()
-        kind(inner).step()
-    assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
-    handle.detach()
+        trial.ddp(X).sum().backward()
+        kind(trial.optimizer).step()
+    assert trial.handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
+    trial.handle.detach()
+    with pytest.raises(OptionError, match="no optimizer"):
+        attach(trial.ddp, [], FLAT)
 
 
-def _scheduled(parameters: Any) -> tuple[Any, Any]:
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+def _scheduled(model: nn.Module) -> tuple[Any, Any]:
+    optimizer = _sgd(model)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which sets a `step` on it
     return optimizer, optimizer
 
 
-def _around(kind: Any, is_inner_given: bool) -> Any:
-    """A function that makes an optimizer around another, for `attach` and to step."""
-
-    def make(parameters: Any) -> tuple[Any, Any]:
-        inner = torch.optim.SGD(parameters, lr=0.1)
-        outer = kind(inner)
-        return (inner if is_inner_given else outer), outer
-
-    return make
+def _inner(model: nn.Module) -> tuple[Any, Any]:
+    inner = _sgd(model)
+    return inner, Lookahead(inner)
 
 
-def _zero(parameters: Any) -> tuple[Any, Any]:
-    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+def _twice(optimizer: Any) -> tuple[Any, Any]:
     return optimizer, optimizer
 
 
-def _twice(parameters: Any) -> tuple[Any, Any]:
-    optimizer = Twice(parameters, lr=0.1)
-    return optimizer, optimizer
+# What makes an optimizer for `attach`, and the one to step.
+MAKERS: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
+    "scheduler": _scheduled,
+    "inner of a wrapper": _inner,
+    "wrapper": lambda model: _twice(Lookahead(_sgd(model))),
+    "ZeRO": lambda model: _twice(
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    ),
+    "super": lambda model: _twice(Twice(model.parameters(), lr=0.1)),
+}
 
 
 @pytest.mark.quick("scheduler")
-@pytest.mark.parametrize(
-    "make",
-    [_scheduled, _around(Lookahead, True), _around(Lookahead, False), _zero, _twice],
-    ids=["scheduler", "inner of a wrapper", "wrapper", "ZeRO", "super"],
-)
-def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, make: Any) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_optimizers_in_and_around_those_given_are_no_strangers(one_rank: None, name: str) -> None:
     """Those of another model are not either, nor one that updates this model while paused."""
-    ddp, other = DistributedDataParallel(MLP(1)), MLP(1)
-    attached, stepped = make(ddp.parameters())
-    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
-    visitor = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, attached, FLAT)
+    model, other = MLP(2), MLP(2)
+    attached, stepped = MAKERS[name](model)
+    trial = Trial(model=model, make_optimizers=lambda _model: attached)
+    of_other, visitor = _sgd(other), _sgd(model)
     with logged("warning") as lines:
         for _ in range(3):
-            ddp(torch.ones(2, WIDTH)).sum().backward()
-            other(torch.ones(2, WIDTH)).sum().backward()
+            trial.ddp(X).sum().backward()
+            other(X).sum().backward()
             of_other.step()
             stepped.step()
-            with handle.paused():
-                ddp(torch.ones(2, WIDTH)).sum().backward()
+            with trial.handle.paused():
+                trial.ddp(X).sum().backward()
                 visitor.step()
-    assert handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
+    assert trial.handle.metrics()["ddpopt.algorithm.skipped_updates"] == 0
     assert not lines
-    handle.detach()
+    trial.handle.detach()
 
 
 @pytest.mark.quick("True")
@@ -143,26 +140,20 @@ def test_only_an_update_outside_of_a_pause_has_to_be_known(
     one_rank: None, has_backward: bool
 ) -> None:
     """In it there may be a backward, which reduces buckets, or gradients of another kind."""
-    ddp, optimizer, handle = attached_mlp()
-    visitor = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    x = torch.ones(2, WIDTH)
-
-    def train() -> None:
-        ddp(x).sum().backward()
-        optimizer.step()
-
-    train()
-    with handle.paused():
+    trial = Trial()
+    visitor = _sgd(trial.model)
+    trial.step()
+    with trial.handle.paused():
         if has_backward:
-            ddp(x).sum().backward()
+            trial.ddp(X).sum().backward()
         visitor.step()
-    train()
-    with handle.paused():
+    trial.step()
+    with trial.handle.paused():
         visitor.step()
     visitor.step()
-    with pytest.raises(AttachError, match="a SGD that was not given to attach"):
-        ddp(x)
-    handle.detach(average=False)
+    with pytest.raises(AttachError, match="a SGD"):
+        trial.ddp(X)
+    trial.handle.detach(average=False)
 
 
 @pytest.mark.quick("Decentralized-paused")
@@ -172,24 +163,19 @@ def test_what_the_algorithm_writes_after_a_skipped_update_is_no_update(
     one_rank: None, name: str, between: str
 ) -> None:
     """A GradScaler skips the first update, and then a method of the handle's ends the step."""
-    kinds = {"Decentralized": FLAT, "AsyncModelAverage": AsyncModelAverage(sync_interval_ms=1)}
-    ddp = DistributedDataParallel(MLP(1))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = attach(ddp, optimizer, kinds[name])
+    trial = Trial(ALGORITHMS[name])
     with logged("warning") as lines:
-        for step in range(3):
-            ddp(torch.ones(2, WIDTH)).sum().backward()
-            if step:
-                optimizer.step()
-            elif between == "paused":
-                with handle.paused(), torch.no_grad():
-                    ddp(torch.ones(2, WIDTH))
-                    time.sleep(0.05)
-            elif between != "nothing":
-                getattr(handle, between)()
-                time.sleep(0.05)  # rounds of AsyncModelAverage write meanwhile
+        trial.backward()
+        if between == "paused":
+            with trial.handle.paused(), torch.no_grad():
+                trial.ddp(X)
+                time.sleep(0.05)
+        elif between != "nothing":
+            getattr(trial.handle, between)()
+            time.sleep(0.05)  # rounds of AsyncModelAverage write meanwhile
+        trial.train([X] * 2)
     assert not lines
-    handle.detach()
+    trial.handle.detach()
 
 
 def test_handles_may_be_collected_in_the_middle_of_a_step(one_rank: None) -> None:
@@ -203,10 +189,10 @@ def test_handles_may_be_collected_in_the_middle_of_a_step(one_rank: None) -> Non
     gc.disable()  # so that nothing but the hook collects
     try:
         for _ in range(3):
-            ddp = DistributedDataParallel(MLP(1))
-            ddp.handle = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), FLAT)
-            handle = weakref.ref(ddp.handle)
-            del ddp  # with its handle, which nobody detaches
+            trial = Trial()
+            trial.ddp.handle = trial.handle
+            handle = weakref.ref(trial.handle)
+            del trial  # with its handle, which nobody detaches
             assert handle() is not None
             unrelated.step()
             assert handle() is None
@@ -215,94 +201,77 @@ def test_handles_may_be_collected_in_the_middle_of_a_step(one_rank: None) -> Non
         hook.remove()
 
 
-def _make_anew(rank: int, name: str, is_partial: bool) -> list[str]:
-    """Update with an optimizer that was made after `attach`, for all layers or the last one."""
-    ddp, optimizer, handle = attached_mlp(ALGORITHMS[name])
-    x = torch.ones(2, WIDTH)
-    ddp(x).sum().backward()
-    optimizer.step()
-    ddp(x).sum().backward()
-    anew = torch.optim.AdamW(ddp.module.layers[-1 if is_partial else 0 :].parameters(), lr=0.1)
-    if is_partial:
-        optimizer.step()
-    anew.step()
-    with torch.no_grad():
-        ddp(x)  # an evaluation raises nothing
-    errors = [error_of(lambda: ddp(x)), error_of(lambda: ddp(x))]
-    handle.detach()
-    again = attach(ddp, [optimizer, anew], ByteGrad(hierarchical=False))
-    ddp(x).sum().backward()
-    optimizer.step()
-    anew.step()
-    ddp(x)
-    again.detach()
-    return errors
-
-
 @pytest.mark.quick("Decentralized-all")
 @pytest.mark.parametrize("is_partial", [False, True], ids=["all", "a part"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_optimizer_that_was_made_anew_is_noticed_at_the_next_forward(
-    ranks: Ranks, name: str, is_partial: bool
+    one_rank: None, name: str, is_partial: bool
 ) -> None:
-    for errors in ranks.run(_make_anew, name, is_partial):
-        for error in errors:
-            assert error.startswith(
-                "AttachError: a AdamW that was not given to attach has updated parameters of this "
-                f"model in step 2, and {name} has to know"
-            )
+    """It is for all layers, or for the last one. An evaluation raises nothing."""
+    trial = Trial(ALGORITHMS[name])
+    trial.step()
+    trial.backward()
+    layers = trial.model.layers[-1 if is_partial else 0 :]
+    anew = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    if is_partial:
+        trial.optimizer.step()
+    anew.step()
+    with torch.no_grad():
+        trial.ddp(X)
+    for _ in range(2):
+        with pytest.raises(AttachError, match=f"a AdamW .* in step 2, and {name}"):
+            trial.ddp(X)
+    trial.handle.detach()
+    again = attach(trial.ddp, [trial.optimizer, anew], ByteGrad(hierarchical=False))
+    trial.optimizers.append(anew)
+    trial.step()
+    trial.ddp(X)
+    again.detach()
 
 
-def _train_without_steps(case: str) -> tuple[list[str], int]:
-    """Train with two optimizers, the first of which makes its steps in a way of `case`.
-
-    Returns the warnings, and how often the algorithm communicated.
-    """
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(2))
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in ddp.module.layers)
-
-    def update() -> None:
-        with torch.no_grad():
-            for parameter in ddp.module.layers[0].parameters():
-                parameter.sub_(parameter.grad, alpha=0.1)
-
-    handle = attach(ddp, [first, second], FLAT)
-    with logged("warning") as lines:
-        for step in range(4):
-            ddp.zero_grad()
-            ddp(torch.ones(2, WIDTH)).square().mean().backward()
-            if case == "replaced":
-                first.step = update  # type: ignore[method-assign]
-            if case in ("clipped", "clipped and alternating"):
-                with torch.no_grad():
-                    ddp.module.layers[0].weight.clamp_(-0.01, 0.01)
-            is_alternating = case in ("clipped and alternating", "alternating")
-            if case != "skipped" and (not is_alternating or step % 2):
-                first.step()
-            if case != "skipped":
-                second.step()
-    handle.detach()
-    return lines, handle.num_communications
+# The ways in which the first of two optimizers makes its steps, and whether a warning says so.
+CASES = {
+    "replaced": True,
+    "clipped and alternating": True,
+    "plain": False,
+    "clipped": False,
+    "alternating": False,
+    "skipped": False,
+}
 
 
-@pytest.mark.quick("replaced")
-@pytest.mark.parametrize("case", ["replaced", "clipped and alternating"])
+@pytest.mark.quick("replaced", "plain")
+@pytest.mark.parametrize("case", CASES)
 def test_weights_written_without_the_hooks_of_a_step_are_told_once(
     one_rank: None, case: str
 ) -> None:
-    """A `step` was replaced by a function, or skipped after somebody had written weights."""
-    lines, num_communications = _train_without_steps(case)
-    assert num_communications == 4
-    (line,) = lines
-    assert line.startswith("weights were written after the backward of step 1, and step() of the ")
-    assert "the SGD given to attach has not called its hooks" in line
+    """A `step` was replaced by a function, or skipped after somebody had written weights.
 
+    Weights that are written before a `step` are not told, nor are those by the algorithm.
+    """
+    trial = Trial(make_optimizers=lambda model: [_sgd(layer) for layer in model.layers])
+    first, second = trial.optimizers
 
-@pytest.mark.quick("plain")
-@pytest.mark.parametrize("case", ["plain", "clipped", "alternating", "skipped"])
-def test_usual_steps_are_not_told(one_rank: None, case: str) -> None:
-    """Weights that are written before a `step` are not told either, nor by the algorithm."""
-    lines, num_communications = _train_without_steps(case)
-    assert num_communications == 4
-    assert not lines
+    def update() -> None:
+        with torch.no_grad():
+            for parameter in trial.model.layers[0].parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+    with logged("warning") as lines:
+        for step in range(4):
+            trial.backward()
+            if case == "replaced":
+                first.step = update
+            if "clipped" in case:
+                with torch.no_grad():
+                    trial.model.layers[0].weight.clamp_(-0.01, 0.01)
+            if case != "skipped":
+                if "alternating" not in case or step % 2:
+                    first.step()
+                second.step()
+    trial.handle.detach()
+    assert trial.handle.num_communications == 4
+    assert len(lines) == CASES[case]
+    if lines:
+        assert lines[0].startswith("weights were written after the backward of step 1, ")
+        assert "SGD" in lines[0]

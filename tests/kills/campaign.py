@@ -29,6 +29,7 @@ _TESTS_OF = {
     "_torch/new_reducer.py": ("tests/_torch/test_ddp.py", "tests/planning/test_rebucket.py"),
     "_torch/parameters.py": ("tests/_torch/test_reducer_parameters.py",),
     "cli": ("tests/cli", "tests/planning/test_sweep.py"),
+    "algorithms/async_.py": ("tests/algorithms/test_async.py",),
     "planning/costs.py": (
         "tests/planning/test_costs.py",
         "tests/planning/test_simulation.py",
