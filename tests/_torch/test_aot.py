@@ -1,4 +1,4 @@
-"""Graphs with complex values, which Inductor is to compile without writing in place."""
+"""Graphs that AOTAutograd made: marks they must have, and complex values for Inductor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._inductor import compile_fx, config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ddpopt import _torch
+from ddpopt.errors import NotCutError, TorchDriftError
 
 PASS = "reinplace_inplaceable_ops"
 
@@ -73,3 +74,42 @@ def test_inductor_neither_writes_in_place_nor_reorders_where_values_are_complex(
 def test_other_compilers_compile_sections_as_they_do_graphs() -> None:
     compiler = _torch.lookup_backend("aot_eager")
     assert _torch.for_sections(compiler) is compiler
+
+
+# ---- Marks that AOTAutograd gives every graph, without which one could be misread ----------------
+
+
+def _marked_graph(without: str) -> fx.GraphModule:
+    """A backward with one call, which lacks one of the texts."""
+    marks = dict.fromkeys(("val", "seq_nr", "custom", "desc"), 1)
+    marks.pop(without, None)
+    graph = fx.Graph()
+    tangent = graph.placeholder("saved_1" if without == "tangents_" else "tangents_1")
+    call = graph.call_function(torch.relu, (tangent,))
+    graph.output((call,))
+    for node in graph.nodes:
+        node.meta.update(marks)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("text", ["tangents_", "val", "seq_nr", "custom"])
+def test_a_backward_in_which_all_marks_of_a_kind_are_missing_is_drift(text: str) -> None:
+    _torch.check_backward(_marked_graph(""))
+    with pytest.raises(TorchDriftError, match=f"'{text}'"):
+        _torch.check_backward(_marked_graph(text))
+
+
+def test_a_forward_in_which_no_input_is_described_is_drift() -> None:
+    assert _torch.argument_placeholders(_marked_graph("")) == {}
+    with pytest.raises(TorchDriftError, match="'desc'"):
+        _torch.argument_placeholders(_marked_graph("desc"))
+
+
+def test_outputs_that_are_not_described_one_by_one_are_no_gradients_of_known_arguments() -> None:
+    graph = _marked_graph("")
+    (output,) = graph.graph.find_nodes(op="output")
+    output.meta["desc"] = [None]
+    assert _torch.gradient_arguments(graph) == [None]
+    output.meta["desc"] = [None, None]
+    with pytest.raises(NotCutError):
+        _torch.gradient_arguments(graph)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 EQUAL: dict[str, str] = {
+    "split/sections.py: `_FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, "
+    "63 / 64)`: 16 becomes 17 (2)": (
+        "the end that is added lies behind all bytes, where no parameter begins"
+    ),
     "planning/timeline.py: `beside_s = min(transfer_s, max(0.0, ready_s[-1] - begin_s) / "
     "cost.contention)`: / becomes *": (
         "it differs where a transfer ends behind the last gradient, and asked is what was lost "

@@ -129,6 +129,11 @@ class Case:
     def weights(self) -> list[nn.Parameter]:
         return list(self.ddp.module.parameters())
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether gradients may share memory, so that a hook that writes to one has to copy it."""
+        return self.forward is self.ddp
+
     def gradients(self) -> list[torch.Tensor | None]:
         return [None if w.grad is None else w.grad.detach().clone() for w in self.weights]
 
@@ -428,18 +433,29 @@ def hooks_on_tensors(case: Case, x: torch.Tensor) -> Any:
 
 @row(SAME, *MODELS)
 def hooks_that_write_to_gradients(case: Case, x: torch.Tensor) -> Any:
-    # Eager's may share memory, so there a hook has to copy.
-    is_eager = case.forward is case.ddp
-
     def add_one(weight: torch.Tensor) -> None:
         weight.grad.add_(1)
 
     for weight in case.weights:
-        double = torch.Tensor.mul if is_eager else torch.Tensor.mul_
+        double = torch.Tensor.mul if case.is_eager else torch.Tensor.mul_
         case.hooks.append(weight.register_hook(lambda gradient, f=double: f(gradient, 2)))
         case.hooks.append(weight.register_post_accumulate_grad_hook(add_one))
     for seed in range(2):
         case.loss(_x(seed)).backward()
+
+
+@row(SAME, TwoHeads, SharesMemory)
+def hooks_that_overwrite_one_gradient_after_another(case: Case, x: torch.Tensor) -> Any:
+    # No section reads or writes a gradient that was handed out.
+    gradients = []
+    for weight in case.weights:
+        case.ddp.zero_grad()
+        fill = torch.full_like if case.is_eager else torch.Tensor.fill_
+        hook = weight.register_hook(lambda gradient, fill=fill: fill(gradient, torch.nan))
+        case.loss(x).backward()
+        hook.remove()
+        gradients.append(case.gradients())
+    return gradients
 
 
 @row()
@@ -908,7 +924,7 @@ def _run(door: Door, case: Case) -> list[Any]:
 def _are_equal(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
     def are_equal(one: Any, other: Any) -> bool:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+            return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
         return type(one) is type(other) and one == other
 
     return len(actual) == len(expected) and all(map(are_equal, actual, expected))

@@ -132,7 +132,8 @@ def test_kernels_that_fail_cost_overlap_not_training(
         beside.train(batches(0, [(2, WIDTH)] * 2))
     assert beside.cut.fallback is Reason.SECTION_FAILED
     (text,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
-    assert "section 1 of 3: ZeroDivisionError: no such register" in text
+    for word in ("ZeroDivisionError", "section 1 of 3", "no such register"):
+        assert word in text
 
 
 def _count_forward_kernels(cap: float, **options: Any) -> tuple[int, int]:

@@ -217,7 +217,8 @@ def test_a_section_that_cannot_be_compiled_costs_overlap_not_training(
     beside = Beside(MLP(), ddp_options=CAP, inner=_FailsOn(2))
     beside.train(batches(0, [(2, 64)] * 3))
     (text,) = [r.message for r in caplog.records if Reason.SECTION_FAILED.value in r.message]
-    assert "ZeroDivisionError on section 1 of 3 (submod_1): no such kernel" in text
+    for word in ("ZeroDivisionError", "section 1 of 3", "no such kernel"):
+        assert word in text
     assert not beside.cut.sections
 
 

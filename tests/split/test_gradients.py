@@ -195,18 +195,18 @@ def test_of_two_losses_with_a_backward_each_ddp_reduces_the_first_alone(
 ) -> None:
     """The second fails, or with `retain_graph` stays each rank's own. A cut forward has both."""
     ddp, model = _apart(how)
+    weights = [ddp.module.first.weight, ddp.module.second.weight]
     (x,) = batches(rank, [(4, WIDTH)])
     with torch._functorch.config.patch(donated_buffer=False):  # else unsplit retains no graph
         for _ in range(3):
             ddp.zero_grad()
             (model(x)[0] + model(x)[1]).sum().backward()
-    assert how == "unsplit" or len(only_cut(ddp).sections) > 1
-    weights = [ddp.module.first.weight, ddp.module.second.weight]
-    means = [weight.grad.clone() for weight in weights]
-    ddp.zero_grad()
-    first, second = model(x)
-    first.sum().backward(retain_graph=retain_graph)
-    error = error_of(second.sum().backward)
+        assert how == "unsplit" or len(only_cut(ddp).sections) > 1
+        means = [weight.grad.clone() for weight in weights]
+        ddp.zero_grad()
+        first, second = model(x)
+        first.sum().backward(retain_graph=retain_graph)
+        error = error_of(second.sum().backward)
     is_mean = [torch.allclose(w.grad, mean) for w, mean in zip(weights, means, strict=True)]
     assert is_mean == [True, how == "forward"]
     assert ("a second time" in error) is not (retain_graph or how == "forward")
