@@ -36,6 +36,23 @@ _TESTS_OF = {
         "tests/planning/test_malformed_plans.py",
     ),
     "planning/plan.py": ("tests/planning/test_plan.py", "tests/planning/test_malformed_plans.py"),
+    "_torch/buckets.py": ("tests/_torch/test_ddp.py", "tests/test_reducer.py"),
+    "checks/copies.py": ("tests/checks/test_verify.py", "tests/checks/test_promises.py"),
+    "integrations": ("tests/integrations",),
+    "split/aliases.py": ("tests/split/test_proof.py", "tests/split/test_facts.py"),
+    "split/compiler.py": (
+        "tests/split/test_graph.py",
+        "tests/split/test_backward.py",
+        "tests/split/test_forward.py",
+        "tests/split/test_cache.py",
+    ),
+    "split/cut.py": ("tests/split/test_state.py", "tests/inspection/test_explain.py"),
+    "split/nodes.py": (
+        "tests/split/test_facts.py",
+        "tests/split/test_proof.py",
+        "tests/split/test_guesses.py",
+        "tests/split/test_alike.py",
+    ),
     "split/facts.py": ("tests/split/test_facts.py", "tests/split/test_order.py"),
     "split/proof.py": (
         "tests/split/test_proof.py",
