@@ -493,15 +493,15 @@ def test_loading_the_backend_leaves_the_python_reducer_alone() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_reset_forgets_the_plans(one_rank: None) -> None:
-    """Dynamo forgets the code of graphs then."""
+def test_each_reset_forgets_the_cuts(one_rank: None) -> None:
+    """Dynamo forgets the code of graphs then, and whom it has told of the last reset."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     compiled = _compile(ddp)
-    compiled(_x())
-    torch._dynamo.reset()
-    assert not ddpopt.explain(ddp).cuts
-    compiled(_x()).sum().backward()
-    assert len(only_cut(ddp).sections) == 3
+    for _ in range(2):
+        compiled(_x()).sum().backward()
+        assert len(only_cut(ddp).sections) == 3
+        torch._dynamo.reset()
+        assert not ddpopt.explain(ddp).cuts
 
 
 def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) -> None:

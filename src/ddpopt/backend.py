@@ -51,6 +51,7 @@ def backend(
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
     """
     resolved = resolve_options(mode, options)
+    _torch.tell_of_reset(backend)
     ddp, version, refusal = None, None, NotCutError(Reason.NO_DDP)
     try:
         ddp = recomputation.compiled_for()

@@ -195,6 +195,16 @@ def forget_code(code: Sequence[Any]) -> None:
             names.ID_MATCHED_OBJS.get(names.GUARD_MANAGER.get(manager)).update(of_others)
 
 
+def tell_of_reset(backend: CompilerFn) -> None:
+    """Have the next `torch._dynamo.reset()` call `backend.reset`.
+
+    Dynamo notes a backend where `torch.compile` is called, and forgets it at a reset. What that
+    call returned is compiled again later, and would go through a second reset unnoticed.
+    """
+    with names.doing_without(names.Need.GUARD):
+        names.CACHED_BACKENDS.get().setdefault(id(backend), backend)
+
+
 def checkpointed_region() -> object | None:
     """An object shared by a checkpoint's forward and its recomputation, None outside.
 

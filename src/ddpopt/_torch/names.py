@@ -232,6 +232,7 @@ _GRAPHS, _COMPILED = f"{_DYNAMO}.output_graph", f"{_DYNAMO}.compiled_autograd"
 DDP_OPTIMIZER = PrivateName(f"{_DYNAMO}.backends.distributed", "DDPOptimizer", Need.WHOLE)
 ORIG_BACKEND = PrivateName("frame callback", "_torchdynamo_orig_backend", Need.WHOLE)
 COMPILER_FN = PrivateName("wrapper of torch.compile", "compiler_fn", Need.WHOLE)
+CACHED_BACKENDS = PrivateName(f"{_DYNAMO}.eval_frame", "cached_backends", Need.GUARD)
 BACKEND_OPTIONS = PrivateName("wrapper of torch.compile", "kwargs", Need.COPY)
 LOOKUP_BACKEND = PrivateName(f"{_DYNAMO}.backends.registry", "lookup_backend", Need.SPLIT)
 TRACE_RULES_CHECK = PrivateName(f"{_DYNAMO}.trace_rules", "check", Need.WATCH)
