@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpopt
 from ddpopt.planning import rebucket
+from tests.support.beside import compiled
 from tests.support.buckets import real_buckets
 from tests.support.models import assert_equal_states, batches, state_of, twins
+from tests.support.on_ranks import on_ranks
 from tests.support.plans import plan_of
-from tests.support.ranks import Ranks
 
 WIDTH = 8
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that one rank alone takes part in
@@ -247,13 +247,10 @@ class _Twins:
         for optimizer in self._optimizers:
             optimizer.step()
 
-    def compile_and_run(self, inputs: list[torch.Tensor], buckets: str = "ddp") -> Model:
+    def run_compiled(self, inputs: list[torch.Tensor]) -> None:
         """Take the first steps, with compiled code; from there on arrivals are known."""
-        options = {"inner": "aot_eager", "buckets": buckets}
-        compiled: Model = torch.compile(self.ddp, backend="ddpopt", options=options)
         for x in inputs:
-            self.run(_step, x, compiled)
-        return compiled
+            self.run(_step, x, compiled(self.ddp))
 
 
 @contextlib.contextmanager
@@ -265,13 +262,26 @@ def _naming(cell: str) -> Iterator[None]:
         raise AssertionError(cell) from error
 
 
-def _train_table(rank: int, kind: type[Net], options: dict[str, Any]) -> int:
-    """Change buckets again and again, and do one thing in one of the two steps that follow."""
+@on_ranks(2)
+@pytest.mark.quick("")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Net, {}),
+        (Net, {"static_graph": True, "gradient_as_bucket_view": True}),
+        (Uneven, {"static_graph": True, "find_unused_parameters": True}),
+    ],
+    ids=["", "static graph", "static graph, of which gradients arrive twice and never"],
+)
+def test_whatever_a_loop_does_after_a_change_of_buckets_is_as_without_it(
+    rank: int, kind: type[Net], options: dict[str, Any]
+) -> None:
+    """Gradients equal those of a Reducer that has long had its first steps, and no rank waits."""
     num_cells = 0
     inputs = batches(rank, [(4, WIDTH)] * 3)
     with _group() as group:
         pair = _Twins(kind, group, **options)
-        pair.compile_and_run(inputs)
+        pair.run_compiled(inputs)
         num_others = len(list(pair.ddp.parameters())) - 4
         plans = [plan_of(pair.ddp.module, sizes) for sizes in ((1, 3, num_others), (4, num_others))]
         for acting_step in range(2):
@@ -285,84 +295,34 @@ def _train_table(rank: int, kind: type[Net], options: dict[str, Any]) -> int:
                     with _naming(f"{name}, in step {acting_step}; in step {step}"):
                         pair.run(act if step == acting_step else _step, inputs[step])
                 num_cells += 1
-    return num_cells
+    assert num_cells > 2 * 2 * len(BEFORE_A_STEP)
 
 
-@pytest.mark.quick("")
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (Net, {}),
-        (Net, {"static_graph": True, "gradient_as_bucket_view": True}),
-        (Uneven, {"static_graph": True, "find_unused_parameters": True}),
-    ],
-    ids=["", "static graph", "static graph, of which gradients arrive twice and never"],
-)
-def test_whatever_a_loop_does_after_a_change_of_buckets_is_as_without_it(
-    ranks: Ranks, kind: type[Net], options: dict[str, Any]
+@on_ranks(2)
+@pytest.mark.quick("{}")
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_a_rank_may_run_out_of_batches_in_the_first_steps_with_a_new_reducer(
+    rank: int, options: dict[str, Any]
 ) -> None:
-    """Gradients equal those of a Reducer that has long had its first steps, and no rank waits."""
-    num_actions = len(BEFORE_A_STEP) + len(STEPS)
-    if kind is Uneven:
-        num_actions -= len(NOT_CHECKPOINTED)
-    assert ranks.run(_train_table, kind, options) == [2 * (2 * num_actions + 1)] * 2
-
-
-def _join_after_change(rank: int, options: dict[str, Any]) -> None:
+    """In DDP's own first step with a static graph one may not: it reduces once more."""
     for acting_step in range(2):
         torch._dynamo.reset()
         with _group() as group:
             pair = _Twins(Net, group, **options)
             inputs = batches(rank, [(4, WIDTH)] * 3)
-            pair.compile_and_run(inputs)
+            pair.run_compiled(inputs)
             ddpopt.rebucket(pair.ddp, plan_of(pair.ddp.module, (1, 3, 2)))
             for x in inputs[:acting_step]:
                 pair.run(_step, x)
             pair.run(_joined, inputs[2])
 
 
-@pytest.mark.quick("{}")
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
-def test_a_rank_may_run_out_of_batches_in_the_first_steps_with_a_new_reducer(
-    ranks: Ranks, options: dict[str, Any]
-) -> None:
-    """In DDP's own first step with a static graph one may not: it reduces once more."""
-    ranks.run(_join_after_change, options)
-
-
-def _act_around_a_plan(rank: int, path: str, options: dict[str, Any]) -> list[int]:
-    inputs = batches(rank, [(4, WIDTH)] * 5)
-    with _group() as group:
-        pair = _Twins(Net, group, **options)
-        compiled = pair.compile_and_run(inputs[:2], path)
-        # In the third step buckets change.
-        pair.run(_differentiate_first if rank == 0 else _step, inputs[2], compiled)
-        for act in (_forward_alone, _differentiate_by_input, _evaluate):
-            if rank == 0:
-                act(pair.expected, pair.expected, inputs[3])
-                act(compiled, pair.ddp, inputs[3])
-            dist.barrier(group=group)
-            pair.run(_step, inputs[3], compiled)
-        return [len(bucket) for bucket in real_buckets(pair.ddp)]
-
-
-@pytest.mark.quick("{}")
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
-def test_so_it_is_where_buckets_are_those_of_a_file(
-    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """Compiled code runs, and ranks change buckets within a forward."""
-    path = tmp_path / "plan.json"
-    plan_of(Net(), (1, 3, 2)).save(path)
-    assert ranks.run(_act_around_a_plan, str(path), options) == [[1, 3, 2]] * 2
-
-
 def test_buckets_that_are_taken_back_keep_the_order_of_their_members(one_rank: None) -> None:
     """It is the order in the tensor that ranks add up, and may not depend on what one compiled."""
     ddp = DistributedDataParallel(Net())
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    run = compiled(ddp)
     for _ in range(3):
-        compiled(torch.randn(2, WIDTH)).sum().backward()
+        run(torch.randn(2, WIDTH)).sum().backward()
     ddp.zero_grad()
     buckets = [[1, 5, 3, 0, 4, 2]]
     rebucket.take_back(ddp, buckets, [2**20])

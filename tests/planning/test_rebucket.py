@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import io
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,19 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt import BucketPlan
 from ddpopt._torch import names, new_reducer
+from ddpopt.errors import PlanError
+from tests.planning import bucket_machine
+from tests.support.beside import compiled
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, state_of, train, twins
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks, error_of
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"static_graph": True},
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True, "find_unused_parameters": True},
-    {"broadcast_buffers": False, "bucket_cap_mb": 0.02},
-]
 
 
 def _assert_sizes(ddp: DistributedDataParallel, sizes: Sequence[int] = SIZES_OF_MLP) -> None:
@@ -46,67 +40,53 @@ def _assert_sizes(ddp: DistributedDataParallel, sizes: Sequence[int] = SIZES_OF_
     assert [len(bucket) for bucket in real_buckets(ddp)] == [*sizes]
 
 
-def _train_rebucketed(
-    rank: int, options: dict[str, Any], split: str, hook: Any, as_before: bool
+def test_whatever_a_loop_does_each_step_is_eagers_with_the_buckets_it_was_given(
+    ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Rebucket after two steps; every step equals that of a DDP module that keeps its buckets."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = MLP()
-    expected = DistributedDataParallel(copy.deepcopy(module), **options)
-    ddp = DistributedDataParallel(module, **options)
-    if hook is not None:
-        for model in (expected, ddp):
-            if isinstance(hook, dist.BuiltinCommHookType):
-                model._register_builtin_comm_hook(hook)
-            else:
-                model.register_comm_hook(None, hook)
-    run: Any = ddp
-    if split:
-        compile_options = {"inner": "aot_eager", "split": split}
-        run = torch.compile(ddp, backend="ddpopt", options=compile_options)
-    inputs = batches(rank, [(4, 64)] * 3)
-    for trained, call in ((ddp, run), (expected, None)):
-        train(trained, inputs, call)
-    assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
-    plan = plan_of(module, SIZES_OF_MLP)
-    ddp.zero_grad()  # which some options ask for
-    ddpopt.rebucket(ddp, plan)
-    index_of = {name: k for k, (name, _) in enumerate(module.named_parameters())}
-    planned = [{index_of[name] for name in bucket.parameters} for bucket in plan.buckets]
-    assert [set(bucket) for bucket in real_buckets(ddp)] == planned
-    for _ in range(2):  # in the second the Reducer has rebuilt its buckets
-        assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
-        if as_before:
-            assert [set(bucket) for bucket in real_buckets(ddp)] == planned
-    name = ddp._get_ddp_logging_data().get("comm_hook")
-    assert name == expected._get_ddp_logging_data().get("comm_hook")
+    """Loops drawn by rules. Where gradients wait to be reduced, `rebucket` raises on all ranks."""
+    for settings, script in bucket_machine.draw_scripts(10, "ddp"):
+        ranks.run(bucket_machine.run_script, settings, script, str(tmp_path))
 
 
-@pytest.mark.quick("eager-{}")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("split", ["", "backward", "forward"], ids=["eager", "backward", "forward"])
-def test_training_goes_on_with_exactly_the_planned_buckets(
-    ranks: Ranks, options: dict[str, Any], split: str
-) -> None:
-    ranks.run(_train_rebucketed, options, split, None, True)
-
-
+@on_ranks(2)
 @pytest.mark.quick("python")
 @pytest.mark.parametrize(
     "hook",
     [default_hooks.fp16_compress_hook, dist.BuiltinCommHookType.FP16_COMPRESS],
     ids=["python", "built in"],
 )
-def test_comm_hooks_stay(ranks: Ranks, hook: Any) -> None:
-    ranks.run(_train_rebucketed, {}, "auto", hook, True)
+def test_comm_hooks_stay(rank: int, hook: Any) -> None:
+    expected, ddp = twins(MLP())
+    for model in (expected, ddp):
+        if isinstance(hook, dist.BuiltinCommHookType):
+            model._register_builtin_comm_hook(hook)
+        else:
+            model.register_comm_hook(None, hook)
+    run = compiled(ddp)
+    inputs = batches(rank, [(4, 64)] * 3)
+    assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
+    _assert_sizes(ddp)
+    names_of_hooks = [model._get_ddp_logging_data().get("comm_hook") for model in (ddp, expected)]
+    assert names_of_hooks[0] == names_of_hooks[1] is not None
 
 
 def _scale(factor, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
     return default_hooks.allreduce_hook(None, bucket).then(lambda done: done.value() * factor)
 
 
-def _with_refused_hook(rank: int, kinds: list[Any], name: str) -> None:
+FP16 = dist.BuiltinCommHookType.FP16_COMPRESS
+
+
+@on_ranks(2)
+@pytest.mark.quick("[2, 3]-_scale")
+@pytest.mark.parametrize(
+    ("kinds", "name"), [([2, 3], "_scale"), ([2, FP16], "_scale"), ([FP16], str(FP16))], ids=str
+)
+def test_a_hook_that_ddp_refused_is_not_the_one_that_stays(
+    rank: int, kinds: list[Any], name: str
+) -> None:
     """Hooks that scale by a number, or are one of DDP's own; DDP refuses all but the first."""
     expected, ddp = twins(MLP())
     for model in (expected, ddp):
@@ -126,19 +106,6 @@ def _with_refused_hook(rank: int, kinds: list[Any], name: str) -> None:
     ddpopt.rebucket(ddp, plan_of(ddp.module, (12,)))
 
 
-FP16 = dist.BuiltinCommHookType.FP16_COMPRESS
-
-
-@pytest.mark.quick("[2, 3]-_scale")
-@pytest.mark.parametrize(
-    ("kinds", "name"), [([2, 3], "_scale"), ([2, FP16], "_scale"), ([FP16], str(FP16))], ids=str
-)
-def test_a_hook_that_ddp_refused_is_not_the_one_that_stays(
-    ranks: Ranks, kinds: list[Any], name: str
-) -> None:
-    ranks.run(_with_refused_hook, kinds, name)
-
-
 def test_a_copy_of_a_module_with_a_hook_may_have_one_of_its_own(one_rank: None) -> None:
     """The first in its list is the original's then, which its Reducer does not have."""
     ddp = DistributedDataParallel(MLP())
@@ -150,7 +117,7 @@ def test_a_copy_of_a_module_with_a_hook_may_have_one_of_its_own(one_rank: None) 
     copied = copy.deepcopy(ddp)
     copied.register_comm_hook(3, _scale)
     before = copied.reducer
-    with pytest.raises(ddpopt.errors.PlanError, match="of its 2 comm hooks one is in force"):
+    with pytest.raises(PlanError, match="of its 2 comm hooks one is in force"):
         ddpopt.rebucket(copied, plan)
     assert copied.reducer is before
 
@@ -200,8 +167,14 @@ def _failing_once(row: names.PrivateName) -> Iterator[None]:
     assert is_over
 
 
-def _fail_at_each_step(rank: int, options: dict[str, Any]) -> list[str]:
-    errors = []
+@on_ranks(2)
+@pytest.mark.quick("{}")
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_a_rebuild_that_fails_at_any_step_leaves_all_ranks_with_the_buckets_of_before(
+    rank: int, options: dict[str, Any]
+) -> None:
     inputs = batches(rank, [(4, 64)] * 3)
     for row, is_one_enough in STEPS_OF_A_REBUILD.items():
         if options and not is_one_enough:
@@ -217,7 +190,7 @@ def _fail_at_each_step(rank: int, options: dict[str, Any]) -> list[str]:
             before = real_buckets(ddp)
             fails = rank == 1 or not is_one_enough
             with _failing_once(row) if fails else contextlib.nullcontext():
-                errors.append(error_of(functools.partial(ddpopt.rebucket, ddp, plan)))
+                assert "no memory" in error_of(functools.partial(ddpopt.rebucket, ddp, plan))
             assert real_buckets(ddp) == before, str(row)
             assert_equal_states(train(ddp, inputs), train(expected, inputs))
             ddp.zero_grad()
@@ -225,28 +198,29 @@ def _fail_at_each_step(rank: int, options: dict[str, Any]) -> list[str]:
             _assert_sizes(ddp)
             expected.zero_grad()
             assert_equal_states(train(ddp, inputs), train(expected, inputs))
-    return errors
-
-
-@pytest.mark.quick("{}")
-@pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
-)
-def test_a_rebuild_that_fails_at_any_step_leaves_all_ranks_with_the_buckets_of_before(
-    ranks: Ranks, options: dict[str, Any]
-) -> None:
-    for errors in ranks.run(_fail_at_each_step, options):
-        assert errors
-        assert all("no memory" in error for error in errors), errors
 
 
 class _OwnState(PowerSGDState):
     """A state as somebody extends it."""
 
 
-def _refuse(rank: int, case: str) -> str:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+@on_ranks(2)
+@pytest.mark.quick("differ")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("differ", r"rank 1 differs from rank 0: the plan"),
+        ("other model", r"on rank 1: 2 parameters .*layers.5"),
+        ("other size", r"layers.0.weight has 16384 bytes, and 4096"),
+        ("dtypes", "several dtypes"),
+        ("PowerSGD", "PowerSGD"),
+        ("in backward", "a backward is running"),
+    ],
+    ids=lambda value: value if value.isalpha() else None,
+)
+def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
+    rank: int, case: str, message: str
+) -> None:
     module: nn.Module = MLP()
     if case == "dtypes":
         module.layers[0].half()  # type: ignore[operator]
@@ -262,12 +236,11 @@ def _refuse(rank: int, case: str) -> str:
         plan = plan_of(MLP(width=32), SIZES_OF_MLP)
     before = ddp.reducer
     rebucket = _rebucket_in_backward if case == "in backward" else ddpopt.rebucket
-    with pytest.raises(ddpopt.errors.PlanError) as refused:
+    with pytest.raises(PlanError, match=message):
         rebucket(ddp, plan)
     assert ddp.reducer is before
     if case not in ("in backward", "dtypes", "PowerSGD"):
         train(ddp, batches(rank, [(4, 64)] * 2))
-    return str(refused.value)
 
 
 def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
@@ -276,71 +249,42 @@ def _rebucket_in_backward(ddp: DistributedDataParallel, plan: BucketPlan) -> Non
     output.backward()
 
 
-@pytest.mark.quick("plans differ")
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (
-            "differ",
-            r"rank 1 differs from rank 0: the plan is \w+ instead of \w+; make",
-        ),
-        ("other model", r"on rank 1: 2 parameters are not in the plan \(layers.5"),
-        ("other size", r"layers.0.weight has 16384 bytes, and 4096 in the plan"),
-        ("dtypes", "several dtypes"),
-        ("PowerSGD", "PowerSGD, which keeps errors by bucket"),
-        ("in backward", "a backward is running"),
-    ],
-    ids=["plans differ", "other model", "other size", "dtypes", "PowerSGD", "in backward"],
-)
-def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
-    ranks: Ranks, case: str, message: str
-) -> None:
-    for text in ranks.run(_refuse, case):
-        assert re.search(message, text), text
-
-
-def _read_on_one_rank(rank: int, path: str) -> str:
+@on_ranks(2)
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(rank: int, tmp_path: Path) -> None:
     ddp = DistributedDataParallel(MLP())
+    path = tmp_path / "plan.json"
     if rank == 0:
         plan_of(ddp.module, SIZES_OF_MLP).save(path)
-    error = error_of(lambda: ddpopt.rebucket(ddp, path if rank == 0 else f"{path}.old"))
+    with pytest.raises(PlanError, match=r"on rank 1: FileNotFoundError"):
+        ddpopt.rebucket(ddp, path if rank == 0 else tmp_path / "other.json")
     train(ddp, batches(rank, [(4, 64)] * 2))
-    return error
 
 
-def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    for error in ranks.run(_read_on_one_rank, str(tmp_path / "plan.json")):
-        assert error.startswith("PlanError: buckets stay as they are: on rank 1: FileNotFoundError")
-
-
-def _backward_from_before(rank: int, is_evaluated: bool) -> None:
+@on_ranks(2)
+@pytest.mark.quick("")
+@pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "after an evaluation"])
+def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(
+    rank: int, is_evaluated: bool
+) -> None:
     ddp = DistributedDataParallel(MLP())
     loss = ddp(batches(rank, [(4, 64)])[0]).sum()
     ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
     if is_evaluated:
         with torch.no_grad():
             ddp(batches(rank, [(4, 64)])[0])
-    with pytest.raises(ddpopt.errors.PlanError, match=r"a forward from before ddpopt\.rebucket"):
+    with pytest.raises(PlanError, match=r"a forward from before ddpopt\.rebucket"):
         loss.backward()
     with ddp.no_sync():
         ddp(batches(rank, [(4, 64)])[0]).sum().backward()
     train(ddp, batches(rank, [(4, 64)] * 3))
     _assert_sizes(ddp)
-    gathered = [torch.empty(64) for _ in range(2)]
-    dist.all_gather(gathered, ddp.module.layers[0].bias.detach())
-    assert torch.equal(*gathered)
+    first, second = gather(ddp.module.layers[0].bias.detach())
+    assert torch.equal(first, second)
 
 
-@pytest.mark.quick("")
-@pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "after an evaluation"])
-def test_a_backward_from_before_is_an_error_and_not_silently_unreduced(
-    ranks: Ranks, is_evaluated: bool
-) -> None:
-    ranks.run(_backward_from_before, is_evaluated)
-
-
-def _begin_static(rank: int) -> list[str]:
-    """The first forwards after rebucket; that of an evaluation changes nothing."""
+@on_ranks(2)
+def test_a_static_graph_begins_with_a_backward_that_has_all_gradients(rank: int) -> None:
+    """DDP learns in it which to expect. The forward of an evaluation changes nothing."""
     ddp = DistributedDataParallel(MLP(), static_graph=True)
     x = batches(rank, [(4, 64)])[0]
     train(ddp, [x] * 2)
@@ -348,95 +292,57 @@ def _begin_static(rank: int) -> list[str]:
     ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
     with torch.no_grad():
         ddp(x)
-    errors = []
-    with ddp.no_sync():
-        errors.append(error_of(lambda: ddp(x)))
+    with ddp.no_sync(), pytest.raises(PlanError, match="static_graph"):
+        ddp(x)
     ddp.requires_grad_(False)
-    errors.append(error_of(lambda: ddp(x)))
+    with pytest.raises(PlanError, match="static_graph"):
+        ddp(x)
     ddp.requires_grad_(True)
     train(ddp, [x] * 3)
     _assert_sizes(ddp)
-    return errors
 
 
-def test_a_static_graph_begins_with_a_backward_that_has_all_gradients(ranks: Ranks) -> None:
-    """DDP learns in it which to expect, and would raise something else later."""
-    for errors in ranks.run(_begin_static):
-        assert all("with static_graph=True the first forward" in error for error in errors)
-        assert len(errors) == 2
+@on_ranks(2)
+def test_a_static_graph_of_which_ddp_would_learn_nothing_is_an_error(rank: int) -> None:
+    """At once, since DDP would allreduce, which one rank may do alone; the step goes on.
 
-
-def _differentiate_before_static(rank: int) -> str:
-    """Nothing is compiled, so DDP has to learn in the next backward which gradients to expect."""
+    Nothing is compiled, so DDP has to learn in the next backward which gradients to expect.
+    """
     ddp, expected = twins(MLP(), static_graph=True)
     x = batches(rank, [(4, 64)])[0].requires_grad_()
     train(ddp, [x] * 2)
     train(expected, [x] * 2)
     ddp.zero_grad()
     ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
-    loss, error = ddp(x).sum(), ""
+    loss = ddp(x).sum()
     if rank == 1:
-        error = error_of(lambda: torch.autograd.grad(loss, x, retain_graph=True))
+        with pytest.raises(PlanError, match="static_graph"):
+            torch.autograd.grad(loss, x, retain_graph=True)
     loss.backward()
     expected.zero_grad()
     expected(x).sum().backward()
     assert_equal_states(state_of(ddp), state_of(expected))
-    return error
 
 
-def test_a_static_graph_of_which_ddp_would_learn_nothing_is_an_error(ranks: Ranks) -> None:
-    """At once, since DDP would allreduce, which one rank may do alone; the step goes on."""
-    first, second = ranks.run(_differentiate_before_static)
-    assert first == ""
-    assert second.startswith("PlanError: with static_graph=True DDP learns")
-
-
-def _pass_by(rank: int) -> None:
+@on_ranks(2)
+def test_until_the_next_forward_no_backward_can_run_and_the_module_can_be_saved(
+    rank: int,
+) -> None:
     """A backward that is none of DDP's, between rebucket and the next forward of DDP's."""
     ddp = DistributedDataParallel(MLP())
     ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
-    with pytest.raises(ddpopt.errors.PlanError, match="let that be one of the DDP module"):
+    with pytest.raises(PlanError, match="let that be one of the DDP module"):
         ddp.module(batches(rank, [(4, 64)])[0]).sum().backward()
     file = io.BytesIO()
     torch.save(ddp, file)  # with a hook that waits for that forward
     file.seek(0)
     copied = torch.load(file, weights_only=False)
     train(copied, batches(rank, [(4, 64)] * 2))
-    with pytest.raises(ddpopt.errors.PlanError):
+    with pytest.raises(PlanError):
         ddp.module(batches(rank, [(4, 64)])[0]).sum().backward()
     ddp.zero_grad()
     train(ddp, batches(rank, [(4, 64)] * 2))
     _assert_sizes(ddp)
-
-
-def test_until_the_next_forward_no_backward_can_run_and_the_module_can_be_saved(
-    ranks: Ranks,
-) -> None:
-    ranks.run(_pass_by)
-
-
-def _rebucket_noted(rank: int) -> tuple[str, str]:
-    """DDP looks for unused parameters: after an evaluation, and after a backward past DDP."""
-    x = batches(rank, [(4, 64)])[0]
-    evaluated, ddp = (DistributedDataParallel(MLP(), find_unused_parameters=True) for _ in range(2))
-    plan = plan_of(ddp.module, SIZES_OF_MLP)
-    with torch.no_grad():
-        evaluated(x)
-    after_evaluation = error_of(lambda: ddpopt.rebucket(evaluated, plan))
-    ddp.module.layers[0](x).sum().backward()
-    after_backward = error_of(lambda: ddpopt.rebucket(ddp, plan))
-    ddp.zero_grad()
-    ddpopt.rebucket(ddp, plan)
-    train(ddp, [x, x])
-    _assert_sizes(ddp)
-    return after_evaluation, after_backward
-
-
-def test_with_unused_parameters_gradients_have_to_be_gone(ranks: Ranks) -> None:
-    """DDP may have noted them for its next reduction, which a new Reducer knows nothing of."""
-    for after_evaluation, after_backward in ranks.run(_rebucket_noted):
-        assert after_evaluation == "nothing"
-        assert "on rank 0: parameters have gradients, and DDP" in after_backward
 
 
 def test_a_hook_that_runs_an_optimizer_keeps_its_buckets(one_rank: None) -> None:
@@ -448,24 +354,25 @@ def test_a_hook_that_runs_an_optimizer_keeps_its_buckets(one_rank: None) -> None
 
     hook.__module__ = ddp_zero_hook.__name__
     ddp.register_comm_hook(None, hook)
-    with pytest.raises(ddpopt.errors.PlanError, match="comm hook runs an optimizer"):
+    with pytest.raises(PlanError, match="comm hook runs an optimizer"):
         ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
 
 
-def _rebucket_frozen(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_are_reduced_that_required_gradients_when_ddp_was_made(rank: int) -> None:
     """The first layer is frozen when DDP is made, and unfrozen after buckets have changed."""
     module = MLP()
     module.layers[0].requires_grad_(False)
     expected = DistributedDataParallel(copy.deepcopy(module))
     ddp = DistributedDataParallel(module)
-    run = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    run = compiled(ddp)
     plan = plan_of(module, (1, 4, 5))  # of the layers but the first
     inputs = batches(rank, [(4, 64)] * 3)
     for model, call in ((ddp, run), (expected, expected)):
         train(model, inputs, call)
         model.requires_grad_(False)
     ddpopt.rebucket(ddp, plan)
-    with pytest.raises(ddpopt.errors.PlanError, match="2 parameters are not reduced"):
+    with pytest.raises(PlanError, match="2 parameters are not reduced"):
         ddpopt.rebucket(ddp, plan_of(MLP(), SIZES_OF_MLP))
     for model in (ddp, expected):
         model.requires_grad_(True)  # the first layer too, which DDP does not reduce
@@ -474,11 +381,9 @@ def _rebucket_frozen(rank: int) -> None:
     assert [len(bucket) for bucket in real_buckets(ddp)] == [1, 4, 5]
 
 
-def test_parameters_are_reduced_that_required_gradients_when_ddp_was_made(ranks: Ranks) -> None:
-    ranks.run(_rebucket_frozen)
-
-
-def _rebucket_at_the_limit(rank: int) -> None:
+@on_ranks(2)
+def test_code_for_buckets_of_before_counts_towards_no_limit_of_dynamos(rank: int) -> None:
+    """Each change compiles the forward anew, here with a limit of one compile."""
     options = {"inner": "aot_eager", "split": "forward"}
     compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
     ddp = DistributedDataParallel(compiled)
@@ -491,11 +396,6 @@ def _rebucket_at_the_limit(rank: int) -> None:
         train(ddp, batches(rank, [(4, 64)] * 2))
 
 
-def test_code_for_buckets_of_before_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
-    """Each change compiles the forward anew, here with a limit of one compile."""
-    ranks.run(_rebucket_at_the_limit)
-
-
 _MEASURE = """
 import sys, tempfile
 import torch
@@ -503,6 +403,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from tests.support.models import MLP
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.plans import plan_of
 
 def resident_mb(kind):

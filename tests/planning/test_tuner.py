@@ -33,9 +33,12 @@ from ddpopt.ranks import meetings
 from ddpopt.split import compiler
 from ddpopt.split import state as records
 from ddpopt.steps import clock as clocks
+from tests.planning import bucket_machine
+from tests.support.beside import compiled
 from tests.support.buckets import real_buckets
 from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
+from tests.support.on_ranks import on_ranks
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
@@ -114,6 +117,17 @@ def _train(
         "names": [name for name, _ in module.named_parameters()],
         "sections": [len(plan.sections) for plan in records.get(ddp).cuts],
     }
+
+
+def test_whatever_a_loop_does_each_step_is_eagers_and_all_ranks_change_buckets_together(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Loops drawn by rules: their buckets are those of a file, or of a search, or are taken back.
+
+    They change between two steps that the rules name, unless gradients wait in each.
+    """
+    for settings, script in bucket_machine.draw_scripts(10, "file", "auto"):
+        ranks.run(bucket_machine.run_script, settings, script, str(tmp_path))
 
 
 @pytest.mark.quick("auto-1")
@@ -210,26 +224,6 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, sp
     before, after = first["buckets"][2], first["buckets"][JUDGED - 1 :]
     assert len(first["buckets"][DECIDED]) > 1
     assert after == [before] * len(after)
-
-
-def _train_and_reset_meanwhile(rank: int, later: float) -> tuple[str, int]:
-    """Rank 0 forgets its code while what came of the change is being measured."""
-    ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _simulated(SLOW, _clock(later=later)):
-        for step, x in enumerate(batches(rank, [SHAPE] * (JUDGED + 3)), 1):
-            if rank == 0 and step == DECIDED + 3:
-                torch._dynamo.reset()
-            train(ddp, [x], compiled)
-    return tuning.find_tuner(ddp).outcome, len(real_buckets(ddp))
-
-
-def test_a_reset_of_one_rank_keeps_none_from_going_back(ranks: Ranks) -> None:
-    first, second = ranks.run(_train_and_reset_meanwhile, 1.0)
-    assert first == second
-    assert "the previous buckets are back" in first[0]
-    assert first[1] == 1
 
 
 def test_a_measured_gain_is_told_where_a_change_is_kept(ranks: Ranks) -> None:
@@ -339,11 +333,10 @@ def _train_beside(rank: int, kind: str) -> str:
     call = _barrier if kind == "barrier" else _send
     call(rank)
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, split="backward", buckets="auto")
     with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 3)):
-            train(ddp, [x], compiled)
+            train(ddp, [x], run)
             if kind.endswith("each step"):
                 call(rank)
     return tuning.find_tuner(ddp).outcome
@@ -403,8 +396,7 @@ def test_ranks_that_look_for_buckets_of_different_twins_do_not_meet(ranks: Ranks
 def _train_later(rank: int, num_eager: int) -> str:
     """Rank 1 takes its first steps uncompiled."""
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, split="backward", buckets="auto")
     waited_s = 0.0
 
     def wait(_seconds: float) -> None:
@@ -414,7 +406,7 @@ def _train_later(rank: int, num_eager: int) -> str:
     clock = mock.Mock(monotonic=lambda: waited_s, sleep=wait)
     with _simulated(SLOW), mock.patch.object(meetings, "time", clock):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
-            train(ddp, [x], ddp if rank and step < num_eager else compiled)
+            train(ddp, [x], ddp if rank and step < num_eager else run)
     return tuning.find_tuner(ddp).outcome
 
 
@@ -455,52 +447,16 @@ def test_meetings_of_several_modules_in_one_step_share_the_limit(ranks: Ranks) -
         assert sum(limits_s) <= tuning._LONGEST_MEETING_S
 
 
-def _train_with(rank: int, kind: str, split: str) -> str:
-    """Rank 0 runs forwards that the other does not, or forgets its code; or parameters freeze."""
-    module = MLP()
-    expected = DistributedDataParallel(copy.deepcopy(module))
-    ddp = DistributedDataParallel(module)
-    options = {"inner": "aot_eager", "split": split, "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    with _simulated(SLOW):
-        for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 3)), 1):
-            if kind == "sanity" and rank == 0 and step in (1, 3, DECIDED):
-                ddp(x)
-                compiled(x)
-            if kind == "reset" and rank == 0 and step in (2, 6):
-                torch._dynamo.reset()
-            if kind == "frozen":
-                for model, call in ((ddp, compiled), (expected, expected)):
-                    model.requires_grad_(False)
-                    call(x.requires_grad_()).sum().backward()
-                    model.requires_grad_(True)
-            assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
-    return tuning.find_tuner(ddp).outcome
-
-
-@pytest.mark.quick("sanity-backward")
-@pytest.mark.parametrize("split", ["backward", "forward"])
-@pytest.mark.parametrize("kind", ["sanity", "reset", "frozen"])
-def test_ranks_meet_though_one_runs_more_or_forgets_its_code(
-    ranks: Ranks, kind: str, split: str
-) -> None:
-    """One rank runs more forwards, or resets Dynamo; or all have forwards of frozen parameters."""
-    first, second = ranks.run(_train_with, kind, split)
-    assert first.startswith("buckets change")
-    assert first == second
-
-
 def _train_in_join(rank: int) -> str:
     """Rank 1 has fewer batches."""
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, split="backward", buckets="auto")
     with (
         mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")),
         ddp.join(),
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
-            train(ddp, [x], compiled)
+            train(ddp, [x], run)
     return tuning.find_tuner(ddp).outcome
 
 
@@ -543,41 +499,17 @@ def test_a_failure_to_plan_reaches_all_ranks(ranks: Ranks) -> None:
         assert result["hash"] is None
 
 
-def _train_oddly(rank: int, kind: str) -> str:
-    """Two forwards before each backward, or steps that do not communicate between others."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = MLP()
-    expected = DistributedDataParallel(copy.deepcopy(module))
-    ddp = DistributedDataParallel(module)
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+@on_ranks(2)
+def test_where_no_step_can_be_measured_buckets_stay(rank: int) -> None:
+    """The outcome has the reason, and the option that needs no measured step."""
+    ddp = DistributedDataParallel(MLP())
+    run = compiled(ddp, split="backward", buckets="auto")
     with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 4)):
-            for model, call in ((ddp, compiled), (expected, expected)):
-                if kind == "two forwards":
-                    (call(x).sum() + call(x + 1).sum()).backward()
-                else:
-                    with model.no_sync():
-                        call(x).sum().backward()
-                    call(x).sum().backward()
-            for p, q in zip(module.parameters(), expected.module.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad)
-    assert tuning.find_tuner(ddp) is not None
-    return tuning.find_tuner(ddp).outcome
-
-
-def test_steps_that_do_not_communicate_are_not_counted(ranks: Ranks) -> None:
-    for outcome in ranks.run(_train_oddly, "no_sync"):
-        assert outcome.startswith("buckets change")
-
-
-def test_where_no_step_can_be_measured_buckets_stay(ranks: Ranks) -> None:
-    """The outcome has the reason, and the option that needs no measured step."""
-    for outcome in ranks.run(_train_oddly, "two forwards"):
-        assert "too few steps of one forward and one backward" in outcome
-        assert "5 of 5 had several forwards" in outcome
-        assert "options={'buckets': 'plan.json'}" in outcome
+            (run(x).sum() + run(x + 1).sum()).backward()
+    outcome = tuning.find_tuner(ddp).outcome
+    assert "5 of 5 had several forwards" in outcome
+    assert "plan.json" in outcome
 
 
 class _Skipping(MLP):
@@ -591,10 +523,9 @@ class _Skipping(MLP):
 
 def _train_in_part(rank: int) -> str:
     ddp = DistributedDataParallel(_Skipping(), static_graph=True)
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, split="backward", buckets="auto")
     with _simulated(SLOW):
-        train(ddp, batches(rank, [SHAPE] * (DECIDED + 1)), compiled)
+        train(ddp, batches(rank, [SHAPE] * (DECIDED + 1)), run)
     return tuning.find_tuner(ddp).outcome
 
 
@@ -662,13 +593,12 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
     Then train: the search ends all the same.
     """
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, split="backward", buckets="auto")
     inputs = batches(rank, [SHAPE] * (DECIDED + 4))
     with _simulated(SLOW), logged("warning") as warned:
         for step in range(110):
             with ddp.no_sync() if kind == "no_sync" else contextlib.nullcontext():
-                output = compiled(inputs[0][:2])
+                output = run(inputs[0][:2])
             if kind != "no backward":
                 torch.autograd.grad(output.sum(), list(ddp.parameters()))
             if step == 97:
@@ -678,8 +608,8 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
             for x in inputs:
                 with ddp.no_sync():
                     for _ in range(110):
-                        compiled(x[:2])
-                train(ddp, [x], compiled)
+                        run(x[:2])
+                train(ddp, [x], run)
     return warned, explained, tuning.find_tuner(ddp).outcome
 
 
@@ -702,16 +632,15 @@ def _train_with_evaluation(rank: int) -> dict[str, Any]:
     """Evaluate between steps, with a pause before and after the forward without gradients."""
     torch._dynamo.reset()
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "split": "backward", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, split="backward", buckets="auto")
     running, paused_s = _clock(), 0.0
     clock = mock.Mock(perf_counter=lambda: running.perf_counter() + paused_s)
     with _simulated(SLOW, clock):
         for x in batches(rank, [SHAPE] * (DECIDED + 1)):
-            train(ddp, [x], compiled)
+            train(ddp, [x], run)
             paused_s += PAUSE_S
             with torch.no_grad():
-                compiled(x)
+                run(x)
             paused_s += PAUSE_S
     profile = tuning.find_tuner(ddp).best.profile
     return {
@@ -731,9 +660,8 @@ def test_a_forward_of_an_evaluation_is_no_part_of_a_step(ranks: Ranks) -> None:
 
 def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
+    run = compiled(ddp, buckets="auto")
+    train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), run)
     assert "one rank communicates nothing" in str(ddpopt.explain(ddp))
 
 
@@ -742,23 +670,20 @@ def test_where_torch_has_moved_a_name_training_goes_on(
 ) -> None:
     error = ddpopt.errors.TorchDriftError("torch 9 has no such name")
     ddp = DistributedDataParallel(MLP())
-    compiled = torch.compile(
-        ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
-    )
+    run = compiled(ddp, buckets="auto")
     with mock.patch.object(tuning._torch, "check_names_for_tuning", side_effect=error):
-        train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), compiled)
+        train(ddp, [torch.ones(4, 64)] * (DECIDED + 1), run)
     assert "buckets stay as they are: torch 9 has no such name" in str(ddpopt.explain(ddp))
 
 
 def _explain_meanwhile(rank: int) -> list[str]:
     """Return the tuning and the hints of each step."""
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
+    run = compiled(ddp, buckets="auto")
     texts = []
     with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 2)):
-            train(ddp, [x], compiled)
+            train(ddp, [x], run)
             explained = ddpopt.explain(ddp)
             texts.append("\n".join([explained.tuning, *explained.hints]))
     return texts
@@ -806,9 +731,7 @@ def _search_twice(rank: int) -> list[tuple[str, int]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP())
-    compiled = torch.compile(
-        ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
-    )
+    run = compiled(ddp, buckets="auto")
     inputs = batches(rank, [SHAPE] * (2 * DECIDED + 4))
     results = []
     for cost in (SLOW, FREE, SLOW):
@@ -819,10 +742,10 @@ def _search_twice(rank: int) -> list[tuple[str, int]]:
                 # In the order in which DDP has them: of each layer, the weight and the bias.
                 ddps_buckets = [[i for k in range(10, -2, -2) for i in (k, k + 1)]]
                 rebucket.take_back(ddp, ddps_buckets, [2**20])
-                train(ddp, inputs[:2], compiled)
+                train(ddp, inputs[:2], run)
             tuning.search_again(ddp)
         with _simulated(cost, _clock(later=0.5)):
-            train(ddp, inputs, compiled)
+            train(ddp, inputs, run)
         results.append((tuning.find_tuner(ddp).outcome, len(real_buckets(ddp))))
     return results
 
@@ -857,11 +780,9 @@ def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[in
         mock.patch.object(_torch.new_reducer.Change, "make", make_or_fail),
     ):
         expected, ddp = twins(MLP(), bucket_cap_mb=0.02)
-        compiled = torch.compile(
-            ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": "auto"}
-        )
+        run = compiled(ddp, buckets="auto")
         inputs = batches(rank, [(4, 64)] * (JUDGED + 3))
-        assert_equal_states(train(ddp, inputs, compiled), train(expected, inputs))
+        assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
     return tuning.find_tuner(ddp).outcome, [len(bucket) for bucket in real_buckets(ddp)]
 
 
