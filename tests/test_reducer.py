@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt.reducer import Bucket, Parameter, ReducerRules, find_misplaced, predict_buckets
+from ddpopt.reducer import (
+    Bucket,
+    Order,
+    Parameter,
+    ReducerRules,
+    compare_order,
+    find_misplaced,
+    predict_buckets,
+)
 from ddpopt.split import state
 from ddpopt.split.arrival import order_arrival
 from tests.support.buckets import rebuilt_buckets
@@ -119,3 +127,28 @@ def test_a_parameter_is_misplaced_where_it_is_reduced_with_others_or_out_of_turn
         assert misplaced.planned != misplaced.actual
         assert misplaced.parameter.index in planned[misplaced.planned]
         assert misplaced.parameter.index in actual[misplaced.actual]
+
+
+@pytest.mark.parametrize(
+    ("actual", "order"),
+    [
+        ([[2], [1, 0]], Order.EQUAL),
+        ([[2, 1, 9], [0, 3]], Order.EQUAL),
+        ([[3, 2], [1, 0]], Order.EQUAL),
+        ([[1, 2, 0]], Order.OTHERS_MOVED),
+        ([[2, 0], [1]], Order.OTHERS_MOVED),
+        ([[0, 2, 1]], Order.DIFFERENT),
+    ],
+    ids=str,
+)
+def test_orders_are_compared_in_each_group_with_and_without_those_that_may_have_moved(
+    actual: list[list[int]], order: Order
+) -> None:
+    """Planned are 2, 1 and 0, of which 1 may move, and 3 of another group; of 9 nothing is said."""
+    members = [
+        Parameter(index=i, name=f"p{i}", num_bytes=4, group="f16" if i == 3 else "f32")
+        for i in (2, 1, 0, 3)
+    ]
+    planned = [Bucket(index=0, parameters=tuple(members), cap_bytes=4)]
+    with_other_group = actual if any(3 in bucket for bucket in actual) else [*actual, [3]]
+    assert compare_order(planned, with_other_group, {1}) is order

@@ -14,6 +14,9 @@ EQUAL: dict[str, str] = {
     ),
     "planning/simulation.py: `return json.dumps(content, indent=1, allow_nan=False)`: False "
     "becomes True": "all numbers of a simulation are finite: those of which it is made are checked",
+    "planning/merging.py: `return buckets_of_caps(profile, caps_bytes or [1])`: 1 becomes 2": (
+        "there are no caps where no gradient has elements, and then no cap above 0 closes a bucket"
+    ),
     "planning/spread.py: `behind = [max(0.0, s - median) for s, median in zip(parts, medians, "
     "strict=True)]`: True becomes False": "both have an entry for each part of a step",
     "ranks/meetings.py: `if not answer and time.monotonic() >= next_look_s:`: >= becomes >": (

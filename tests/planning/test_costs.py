@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,3 +182,14 @@ def test_numbers_from_which_infinity_would_follow_are_refused() -> None:
         Profile(gradients=(gradient,), backward_s=1.0, cut_s=1e308)
     with pytest.raises(ddpopt.errors.PlanError, match="startup_s is inf"):
         AllreduceCost(startup_s=math.inf, s_per_byte=0.0)
+
+
+def test_a_dtype_without_a_rate_of_its_own_computes_as_the_slowest() -> None:
+    """A call takes as long as its arithmetic or its memory, whichever is longer."""
+    device = Device(flops_per_s={torch.float32: 1.0, torch.bfloat16: 4.0}, bytes_per_s=2.0)
+    seconds = {
+        dtype: device.seconds(8, 2, dtype)
+        for dtype in (None, torch.float32, torch.bfloat16, torch.float16)
+    }
+    assert list(seconds.values()) == [8, 8, 2, 8]
+    assert device.seconds(8, 20, torch.bfloat16) == 10

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt._torch import LoggedStep
+from ddpopt._torch import Forward, LoggedStep
 from ddpopt.planning import hint
 from tests.support.logs import logged
 from tests.support.models import MLP, batches, train
@@ -90,3 +90,16 @@ def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> No
     assert first == ["how long iterations wait for communication is not known: KeyError('lost')"]
     assert not second
     assert sections > 1
+
+
+def test_a_step_is_noted_where_the_next_begins_and_not_in_an_evaluation(one_rank: None) -> None:
+    """The time of its iteration is not known before."""
+    ddp = DistributedDataParallel(MLP())
+    watch = hint._Watch()
+    forward = Forward((), {}, None)
+    with mock.patch.object(hint._torch, "last_logged_step", return_value=WAITING) as ask:
+        with torch.no_grad():
+            watch.before_forward(ddp, forward)
+        assert not ask.called
+        watch.before_forward(ddp, forward)
+        assert ask.called

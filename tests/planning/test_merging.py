@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpopt.planning.costs import AllreduceCost, Gradient, Profile
-from ddpopt.planning.merging import best_buckets, buckets_of_caps, merge
+from ddpopt.planning.merging import best_buckets, buckets_of_caps, merge, uniform_buckets
 from ddpopt.planning.plan import BucketPlan
 from ddpopt.planning.timeline import predict
 
@@ -149,3 +149,10 @@ def test_caps_close_buckets_as_the_reducer_does() -> None:
     assert buckets_of_caps(profile, (4, 8)) == (1, 2, 2)
     assert buckets_of_caps(profile, (12,)) == (3, 2)
     assert buckets_of_caps(profile, (5,)) == (2, 2, 1)
+
+
+def test_uniform_caps_go_from_all_bytes_to_one_by_halves() -> None:
+    profile = _profile([1, 2, 3, 4], [4, 4, 4, 4])
+    by_cap = [(4,), (2, 2), *[(1, 1, 1, 1)] * 3]  # of 16 bytes, 8, 4, 2 and 1
+    assert list(uniform_buckets(profile)) == by_cap
+    assert list(uniform_buckets(_profile([1, 2], [0, 0]))) == [(2,)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Gradient, Network, Profile
 from ddpopt.planning.plan import BucketPlan, plan_buckets
-from ddpopt.planning.simulation import Stragglers, simulate
+from ddpopt.planning.simulation import Stragglers, format_bandwidth, parse_bandwidth, simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 COST = AllreduceCost(startup_s=0.5, s_per_byte=0.1)
@@ -539,3 +540,46 @@ def test_a_plan_made_for_a_cluster_beats_others_there() -> None:
     for sizes in ((4,), (1, 1, 1, 1), (2, 2), (3, 1), (1, 3), (1, 2, 1), (1, 1, 2), (2, 1, 1)):
         other = dataclasses.replace(plan, sizes=sizes)
         assert simulate(other, world_size=16, network=network).efficiency <= best + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("8bit", 1.0),
+        ("1kbit", 125.0),
+        ("100mbit", 12.5e6),
+        ("10gbit", 1.25e9),
+        ("0.4tbit", 50e9),
+        ("2.5Gbit", 312.5e6),
+        (" 1 gbit ", 125e6),
+        (".5mbit", 62500.0),
+        ("10Gbps", 1.25e9),
+        ("10 Gb/s", 1.25e9),
+    ],
+)
+def test_bandwidths_are_read_as_bits_in_powers_of_1000(text: str, bytes_per_s: float) -> None:
+    """So does tc."""
+    assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "10", "gbit", "0gbit", "-1gbit", "1GB/s", "1GBps", "1GiB", "1gibit", "1e9bit", "1 g bit"],
+)
+def test_texts_that_are_no_bandwidth_are_refused(text: str) -> None:
+    """The message has the text and the units; GB/s is in bytes."""
+    with pytest.raises(PlanError, match=re.escape(repr(text)) + ".*gbit"):
+        parse_bandwidth(text)
+
+
+@given(st.integers(1, 999_999), st.sampled_from(["bit", "kbit", "mbit", "gbit", "tbit"]))
+def test_a_formatted_bandwidth_is_read_as_the_same(number: int, unit: str) -> None:
+    """Six digits of it stay."""
+    rate = parse_bandwidth(f"{number}{unit}")
+    assert parse_bandwidth(format_bandwidth(rate)) == pytest.approx(rate, rel=1e-5)
+
+
+def test_bandwidths_are_shown_in_the_largest_unit_of_which_there_is_one() -> None:
+    rates = [0.05, 125.0, 12.5e6, 1.25e9, 312.5e6, 50e9, 125e9]
+    texts = ["0.4bit", "1kbit", "100mbit", "10gbit", "2.5gbit", "400gbit", "1tbit"]
+    assert [format_bandwidth(rate) for rate in rates] == texts

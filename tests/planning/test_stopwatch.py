@@ -114,3 +114,19 @@ def test_a_backward_is_measured_to_its_end_and_no_further(one_rank: None) -> Non
     watch.stop()
     assert (measured.backward_s, measured.between_s) == (3, 3)
     assert measured.ready_s == (0, 0, 1, 1, 2, 2)
+
+
+def test_a_key_is_of_one_stopwatch_from_its_first_backward_on(one_rank: None) -> None:
+    """Ranks meet under it; those of the stopwatches before are used up."""
+    ddp, keys = DistributedDataParallel(MLP(2)), []
+    for _ in range(2):
+        watch = stopwatch.Stopwatch(ddp, num_untimed=0)
+        assert not watch.key
+        for _ in range(3):
+            watch.begin_forward()
+            ddp(torch.ones(4, WIDTH)).sum().backward()
+            keys.append(watch.key)
+        watch.stop()
+    assert keys == [keys[0]] * 3 + [keys[3]] * 3
+    assert keys[0] != keys[3]
+    assert all(keys)

@@ -143,3 +143,14 @@ def test_a_timer_does_not_keep_its_module(one_rank: None) -> None:
     gc.collect()
     assert module() is None
     assert not timer.begin_forward()
+
+
+def test_a_forward_with_some_parameters_frozen_is_in_a_step_and_one_with_all_in_none(
+    one_rank: None,
+) -> None:
+    ddp, timer = _timed()
+    ddp.module.layers[0].requires_grad_(False)
+    assert timer.begin_forward()
+    ddp.requires_grad_(False)
+    assert not timer.begin_forward()
+    assert [step.num_forwards for step in timer.steps] == [1]
