@@ -5,10 +5,9 @@ The tuner reads the file, and `rebucket` changes the buckets.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,122 +19,101 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
-from ddpopt.errors import Reason
+from ddpopt.errors import PlanError, Reason
+from ddpopt.inspection.explanation import Explanation
 from ddpopt.planning import AllreduceCost
+from tests.support.beside import Beside, compiled
 from tests.support.buckets import real_buckets
 from tests.support.logs import logged
-from tests.support.models import MLP, assert_equal_states, batches, train
+from tests.support.models import MLP, batches, train
+from tests.support.on_ranks import on_ranks
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
 NUM_STEPS = 5
 
 
-@pytest.fixture
-def plan_path(tmp_path: Path) -> str:
-    """The path of a plan for `MLP()`."""
-    path = tmp_path / "plan.json"
-    plan_of(MLP(), SIZES_OF_MLP).save(path)
+def _save(tmp_path: Path, rank: int, sizes: Sequence[int] = SIZES_OF_MLP) -> str:
+    """A plan for `MLP()` in a file of this rank's; its path."""
+    path = tmp_path / f"{rank}.json"
+    plan_of(MLP(), sizes).save(path)
     return str(path)
 
 
-def _train(rank: int, path: str, split: str, ddp_options: dict[str, Any]) -> dict[str, Any]:
-    """Train beside eager DDP, step by step."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    module = MLP()
-    expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options)
-    ddp = DistributedDataParallel(module, **ddp_options)
-    options = {"inner": "aot_eager", "split": split, "buckets": path}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    for x in batches(rank, [(4, 64)] * NUM_STEPS):
-        assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
-    names = [name for name, _ in module.named_parameters()]
-    explained = ddpopt.explain(ddp)
-    return {
-        "buckets": [{names[i] for i in bucket} for bucket in real_buckets(ddp)],
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        "as_planned": [b.is_as_planned for b in explained.buckets],
-        "sections": len(explained.cuts[-1].sections),
-        "fallback": explained.cuts[-1].fallback,
-        "tuning": explained.tuning,
-        "hash": explained.bucket_plan.hash if explained.bucket_plan else None,
-    }
+def _graphs_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@on_ranks(2)
 @pytest.mark.quick("auto-{}")
 @pytest.mark.parametrize("ddp_options", [{}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_training_goes_on_with_the_files_buckets_and_nothing_is_compiled_twice(
-    ranks: Ranks, plan_path: str, split: str, ddp_options: dict[str, Any]
+    rank: int, tmp_path: Path, split: str, ddp_options: dict[str, Any]
 ) -> None:
     """Graphs are cut for the file's buckets before DDP has them, in the third step."""
-    plan = BucketPlan.load(plan_path)
-    for result in ranks.run(_train, plan_path, split, ddp_options):
-        assert result["buckets"] == [set(bucket.parameters) for bucket in plan.buckets]
-        assert result["graphs"] == 1
-        assert result["as_planned"] == [True] * len(SIZES_OF_MLP)
-        assert result["sections"] == len(SIZES_OF_MLP)
-        assert result["tuning"] == f"buckets are those of {plan_path}"
-        assert result["hash"] == plan.hash
+    path = _save(tmp_path, rank)
+    torch._dynamo.utils.counters.clear()
+    beside = Beside(MLP(), ddp_options=ddp_options, split=split, buckets=path)
+    beside.train(batches(rank, [(4, 64)] * NUM_STEPS))
+    assert _graphs_compiled() == 1
+    assert beside.num_sections == len(SIZES_OF_MLP)
+    explained = ddpopt.explain(beside.ddp)
+    assert [bucket.is_as_planned for bucket in explained.buckets] == [True] * len(SIZES_OF_MLP)
+    assert explained.tuning == f"buckets are those of {path}"
+    plan = BucketPlan.load(path)
+    assert explained.bucket_plan == plan
+    assert [set(bucket.actual) for bucket in explained.buckets] == [
+        set(bucket.parameters) for bucket in plan.buckets
+    ]
 
 
-def _train_with_plan_for_others(rank: int, text: str, folder: str) -> dict[str, Any]:
-    """Train with a file's buckets, then give the same plan to `rebucket`."""
-    path = f"{folder}/{rank}.json"
-    plan = BucketPlan.from_json(text)
+def _train_with_plan_for_others(rank: int, plan: BucketPlan, path: Path) -> list[Explanation]:
+    """Train with a file's buckets, and then with those that the same plan gives by `rebucket`."""
     plan.save(path)
     ddp = DistributedDataParallel(MLP())
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "buckets": path})
-    train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), compiled)
-    by_file = ddpopt.explain(ddp)
+    run = compiled(ddp, buckets=str(path))
+    train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), run)
+    explained = [ddpopt.explain(ddp)]
     ddp.zero_grad()
     with logged("info") as lines:
         ddpopt.rebucket(ddp, plan)
-    train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), compiled)
-    return {
-        "buckets": len(real_buckets(ddp)),
-        "logged": [line for line in lines if "buckets are those of a plan" in line],
-        "tuning": by_file.tuning,
-        "explained": [by_file, ddpopt.explain(ddp)],
-        "with plan": ddpopt.explain(ddp, plan),
-        "for two": ddpopt.explain(ddp, plan.for_ranks(2, plan.cost)),
-    }
+    assert any("buckets are those of a plan" in line for line in lines) == (rank == 0)
+    train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), run)
+    assert len(real_buckets(ddp)) == len(SIZES_OF_MLP)
+    explained.append(ddpopt.explain(ddp))
+    for_two = ddpopt.explain(ddp, plan.for_ranks(2, plan.cost))
+    assert for_two.predicted == plan.timeline()
+    assert "extrapolated" not in for_two.basis
+    return [*explained, ddpopt.explain(ddp, plan)]
 
 
+@on_ranks(2)
 def test_a_plan_for_eight_ranks_is_applied_on_two_and_predicts_for_two(
-    ranks: Ranks, tmp_path: Path
+    rank: int, tmp_path: Path
 ) -> None:
     """Buckets are those of the plan; what is predicted is said to be extrapolated."""
     plan = dataclasses.replace(plan_of(MLP(), SIZES_OF_MLP), world_size=8)
-    results = ranks.run(_train_with_plan_for_others, plan.to_json(), str(tmp_path))
-    assert [len(result["logged"]) for result in results] == [1, 0]
-    assert "extrapolated from 8 ranks to 2" in results[0]["logged"][0]
-    for result in results:
-        assert result["buckets"] == len(SIZES_OF_MLP)
-        assert "extrapolated from 8 ranks to 2" in result["tuning"]
-        for explanation in (*result["explained"], result["with plan"]):
-            assert explanation.predicted == plan.for_ranks(2).timeline()
-            assert "extrapolated from 8 ranks to 2" in explanation.basis
-            assert explanation.bucket_plan == plan.for_ranks(2)
-        assert result["for two"].predicted == plan.timeline()
-        assert "extrapolated" not in result["for two"].basis
+    explained = _train_with_plan_for_others(rank, plan, tmp_path / f"{rank}.json")
+    assert "from 8 ranks to 2" in explained[0].tuning
+    for explanation in explained:
+        assert explanation.predicted == plan.for_ranks(2).timeline()
+        assert "from 8 ranks to 2" in explanation.basis
+        assert explanation.bucket_plan == plan.for_ranks(2)
 
 
+@on_ranks(2)
 def test_a_plan_for_one_rank_is_applied_on_two_and_predicts_nothing(
-    ranks: Ranks, tmp_path: Path
+    rank: int, tmp_path: Path
 ) -> None:
     """From the cost of one rank, which sends nothing, none follows for two."""
     plan = dataclasses.replace(plan_of(MLP(), SIZES_OF_MLP), world_size=1)
-    for result in ranks.run(_train_with_plan_for_others, plan.to_json(), str(tmp_path)):
-        assert result["buckets"] == len(SIZES_OF_MLP)
-        assert "nothing is predicted for 2 ranks" in result["tuning"]
-        for explanation in result["explained"]:
-            assert explanation.predicted is None
-            assert explanation.bucket_plan == plan
-            assert "predicted: nothing; the cost is that of 1 rank" in str(explanation)
-        assert result["for two"].predicted == plan.timeline()
+    explained = _train_with_plan_for_others(rank, plan, tmp_path / f"{rank}.json")
+    assert "nothing is predicted for 2 ranks" in explained[0].tuning
+    for explanation in explained:
+        assert explanation.predicted is None
+        assert explanation.bucket_plan == plan
+        assert "predicted: nothing" in str(explanation)
 
 
 def _give_arguments(rank: int, text: str) -> list[dict[str, Any]]:
@@ -159,84 +137,60 @@ def test_ddps_arguments_are_the_plans_on_every_rank_and_before_there_are_ranks(
     assert ranks.run(_give_arguments, text) == [expected] * 2
 
 
+@on_ranks(2)
+@pytest.mark.quick("auto")
+@pytest.mark.parametrize("split", ["auto", "forward"])
 def test_a_plan_of_one_bucket_is_not_answered_with_advice_to_have_more(
-    ranks: Ranks, tmp_path: Path
+    rank: int, tmp_path: Path, split: str
 ) -> None:
-    path = tmp_path / "plan.json"
-    plan_of(MLP(), (12,)).save(path)
-    for split in ("auto", "forward"):
-        for result in ranks.run(_train, str(path), split, {}):
-            assert result["as_planned"] == [True]
-            assert result["fallback"] is Reason.ONE_PLANNED_BUCKET
+    beside = Beside(MLP(), split=split, buckets=_save(tmp_path, rank, (12,)))
+    beside.train(batches(rank, [(4, 64)] * NUM_STEPS))
+    assert [bucket.is_as_planned for bucket in ddpopt.explain(beside.ddp).buckets] == [True]
+    assert beside.cuts[-1].fallback is Reason.ONE_PLANNED_BUCKET
 
 
-def _train_with_two_forwards(rank: int, path: str) -> dict[str, Any]:
-    ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "buckets": path}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    for x in batches(rank, [(4, 64)] * NUM_STEPS):
-        (compiled(x).sum() + compiled(x + 1).sum()).backward()
-    explained = ddpopt.explain(ddp)
-    return {"num_buckets": len(real_buckets(ddp)), "tuning": explained.tuning}
-
-
-def test_a_plan_is_used_where_steps_cannot_be_measured(ranks: Ranks, plan_path: str) -> None:
+@on_ranks(2)
+def test_a_plan_is_used_where_steps_cannot_be_measured(rank: int, tmp_path: Path) -> None:
     """`buckets="auto"` cannot measure two forwards to a backward, and advises a plan there."""
-    expected = {
-        "num_buckets": len(SIZES_OF_MLP),
-        "tuning": f"buckets are those of {plan_path}",
-    }
-    for result in ranks.run(_train_with_two_forwards, plan_path):
-        assert result == expected
-
-
-def _train_after_warmup(rank: int, path: str) -> dict[str, Any]:
-    """Warm up, and count what is compiled after that."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP())
-    options = {"inner": "aot_eager", "buckets": path}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    inputs = batches(rank, [(4, 64)] * NUM_STEPS)
-    ddpopt.warmup(compiled, inputs[0])
-    torch._dynamo.utils.counters.clear()
-    train(ddp, inputs, compiled)
-    return {
-        "num_buckets": len(real_buckets(ddp)),
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-    }
+    run = compiled(ddp, buckets=_save(tmp_path, rank))
+    for x in batches(rank, [(4, 64)] * NUM_STEPS):
+        (run(x).sum() + run(x + 1).sum()).backward()
+    assert len(real_buckets(ddp)) == len(SIZES_OF_MLP)
+    assert ddpopt.explain(ddp).tuning.startswith("buckets are those of")
 
 
-def test_a_warmup_compiles_for_the_files_buckets(ranks: Ranks, plan_path: str) -> None:
+@on_ranks(2)
+def test_a_warmup_compiles_for_the_files_buckets(rank: int, tmp_path: Path) -> None:
     """So training compiles nothing, in DDP's buckets or in the file's."""
-    for result in ranks.run(_train_after_warmup, plan_path):
-        assert result == {"num_buckets": len(SIZES_OF_MLP), "graphs": 0}
+    ddp = DistributedDataParallel(MLP())
+    run = compiled(ddp, buckets=_save(tmp_path, rank))
+    inputs = batches(rank, [(4, 64)] * NUM_STEPS)
+    ddpopt.warmup(run, inputs[0])
+    torch._dynamo.utils.counters.clear()
+    train(ddp, inputs, run)
+    assert len(real_buckets(ddp)) == len(SIZES_OF_MLP)
+    assert _graphs_compiled() == 0
 
 
-def _train_with_file_of_rank(rank: int, folder: str) -> str:
-    with pytest.raises(ddpopt.errors.PlanError) as refused:
-        _train(rank, f"{folder}/{rank}.json", "auto", {})
-    return str(refused.value)
-
-
-def test_files_that_differ_are_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    plan_of(MLP(), SIZES_OF_MLP).save(tmp_path / "0.json")
-    plan_of(MLP(), (12,)).save(tmp_path / "1.json")
-    for text in ranks.run(_train_with_file_of_rank, str(tmp_path)):
-        assert "rank 1 differs from rank 0: the plan is " in text
+@on_ranks(2)
+def test_files_that_differ_are_an_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    ddp = DistributedDataParallel(MLP())
+    run = compiled(ddp, buckets=_save(tmp_path, rank, [(12,), SIZES_OF_MLP][rank]))
+    with pytest.raises(PlanError, match="rank 1 differs from rank 0"):
+        train(ddp, batches(rank, [(4, 64)] * NUM_STEPS), run)
 
 
 def _compile(ddp: DistributedDataParallel, buckets: Any) -> None:
-    options = {"inner": "aot_eager", "buckets": buckets}
-    torch.compile(ddp, backend="ddpopt", options=options)(torch.ones(4, 64)).sum().backward()
+    compiled(ddp, buckets=buckets)(torch.ones(4, 64)).sum().backward()
 
 
 @pytest.mark.quick("missing")
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: None, "cannot be read: No such file"),
-        (lambda path: path.write_text("{}"), "plan.json: it has no 'version'"),
+        (lambda path: None, "No such file"),
+        (lambda path: path.write_text("{}"), "plan.json: .*'version'"),
         (plan_of(MLP(width=32), (2, 10)).save, "bytes, and .* in the plan; plan"),
         (plan_of(MLP(depth=2), (4,)).save, "8 parameters are not in the plan"),
     ],
@@ -264,11 +218,11 @@ def test_what_is_neither_a_choice_nor_a_file_is_refused(one_rank: None, buckets:
 @pytest.mark.quick("auto")
 @pytest.mark.parametrize("buckets", ["auto", "plan.json"])
 def test_a_request_that_cannot_be_met_is_warned_of_once(
-    one_rank: None, plan_path: str, caplog: pytest.LogCaptureFixture, buckets: str
+    one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, buckets: str
 ) -> None:
     """A comm hook that keeps errors by bucket keeps its buckets, whatever `buckets` asks for."""
     if buckets != "auto":
-        buckets = plan_path
+        buckets = _save(tmp_path, 0)
     ddp = DistributedDataParallel(MLP())
     ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
     with caplog.at_level(logging.INFO):
