@@ -24,21 +24,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import _torch
+from ddpopt import BucketPlan, _torch
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.planning import AllreduceCost, decision, rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision, Verdict
 from ddpopt.ranks import meetings
 from ddpopt.split import compiler
-from ddpopt.split import state as records
 from ddpopt.steps import clock as clocks
 from tests.planning import bucket_machine
-from tests.support.beside import compiled
+from tests.support.beside import Beside, compiled
 from tests.support.buckets import real_buckets
 from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
@@ -77,46 +76,44 @@ def _simulated(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[
         yield
 
 
-def _train(
-    rank: int,
-    split: str,
-    cost: AllreduceCost,
-    patches: dict[str, Any],
-    ddp_options: dict[str, Any] | None = None,
-    hook: Any = None,
-) -> dict[str, Any]:
-    """Train beside eager DDP, step by step; return what was decided."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    module = MLP()
-    expected = DistributedDataParallel(copy.deepcopy(module), **ddp_options or {})
-    ddp = DistributedDataParallel(module, **ddp_options or {})
-    if hook is not None:
-        for model in (expected, ddp):
-            model.register_comm_hook(*hook)
-    options = {"inner": "aot_eager", "split": split, "buckets": patches.pop("buckets", "auto")}
-    compiled = torch.compile(ddp, backend="ddpopt", options=options)
-    buckets = []
-    clock, num_steps = patches.pop("clock", None), patches.pop("num_steps", DECIDED + 4)
-    planner = patches.pop("plan_buckets", decision.plan_buckets)
-    with _simulated(cost, clock), mock.patch.object(decision, "plan_buckets", planner):
-        for x in batches(rank, [SHAPE] * num_steps):
-            assert_equal_states(train(ddp, [x], compiled), train(expected, [x]))
-            buckets.append([tuple(bucket) for bucket in real_buckets(ddp)])
-    search, plan = tuning.find_tuner(ddp), rebucket.plan_of(ddp)
-    return {
-        "buckets": buckets,
-        "outcome": search.outcome if search else "",
-        "hash": plan.hash if plan else None,
-        "planned": [b.parameters for b in plan.buckets] if plan else None,
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        "explained": str(ddpopt.explain(ddp)),
-        "metrics": ddpopt.metrics(ddp),
-        "as_planned": [b.is_as_planned for b in ddpopt.explain(ddp).buckets],
-        "names": [name for name, _ in module.named_parameters()],
-        "sections": [len(plan.sections) for plan in records.get(ddp).cuts],
-    }
+class _Search(Beside):
+    """A search in training, beside eager DDP, on a network and a clock that the test chooses."""
+
+    def __init__(self, split: str = "backward", hook: Any = None, **ddp_options: Any) -> None:
+        torch._dynamo.utils.counters.clear()
+        super().__init__(MLP(), ddp_options=ddp_options, split=split, buckets="auto")
+        if hook is not None:
+            for ddp in (self.ddp, self.eager):
+                ddp.register_comm_hook(*hook)
+        self.buckets: list[list[tuple[int, ...]]] = []  # after each step
+
+    def end(
+        self,
+        cost: AllreduceCost = SLOW,
+        clock: mock.Mock | None = None,
+        num_steps: int = DECIDED + 4,
+    ) -> str:
+        """Take steps until it is over; return the outcome, which is the same on all ranks."""
+        with _simulated(cost, clock):
+            for x in batches(dist.get_rank(), [SHAPE] * num_steps):
+                self.step(x)
+                self.buckets.append([tuple(bucket) for bucket in real_buckets(self.ddp)])
+        outcome: str = tuning.find_tuner(self.ddp).outcome
+        assert len(set(gather((outcome, self.plan and self.plan.hash, str(self.buckets))))) == 1
+        return outcome
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        return rebucket.plan_of(self.ddp)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs were compiled."""
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def assert_cut_as_ddp_reduces(self) -> None:
+        reports = ddpopt.explain(self.ddp).buckets
+        assert [report.is_as_planned for report in reports] == [True] * len(self.buckets[-1])
 
 
 def test_whatever_a_loop_does_each_step_is_eagers_and_all_ranks_change_buckets_together(
@@ -130,27 +127,25 @@ def test_whatever_a_loop_does_each_step_is_eagers_and_all_ranks_change_buckets_t
         ranks.run(bucket_machine.run_script, settings, script, str(tmp_path))
 
 
+@on_ranks(2)
 @pytest.mark.quick("auto-1")
 @pytest.mark.parametrize(("split", "graphs"), [("auto", 1), ("backward", 1), ("forward", 2)])
 def test_all_ranks_switch_at_the_same_step_to_the_same_buckets(
-    ranks: Ranks, split: str, graphs: int
+    rank: int, split: str, graphs: int
 ) -> None:
     """Backward sections are used again as they are; forward ones are compiled once more."""
-    first, second = ranks.run(_train, split, SLOW, {})
-    assert first["outcome"].startswith("buckets change")
-    assert first["hash"] == second["hash"] is not None
-    assert first["buckets"] == second["buckets"]
-    before, after = first["buckets"][: DECIDED - 1], first["buckets"][DECIDED - 1 :]
+    search = _Search(split)
+    outcome = search.end()
+    assert outcome.startswith("buckets change")
+    assert outcome in str(ddpopt.explain(search.ddp))
+    before, after = search.buckets[: DECIDED - 1], search.buckets[DECIDED - 1 :]
     assert all(len(step) == 1 for step in before)  # DDP's own: all is below its first cap
-    names = first["names"]
-    for step in after:
-        assert [{names[i] for i in bucket} for bucket in step] == [
-            set(bucket) for bucket in first["planned"]
-        ]
     assert len(after[-1]) > 1
-    assert first["graphs"] == graphs
-    assert first["as_planned"] == [True] * len(after[-1])
-    assert first["outcome"] in first["explained"]
+    planned = [set(bucket) for bucket in rebucket.indices_of(search.ddp, search.plan)]
+    for step in after:
+        assert [set(bucket) for bucket in step] == planned
+    assert search.num_graphs == graphs
+    search.assert_cut_as_ddp_reduces()
 
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -165,23 +160,23 @@ _OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.quick("{'static_graph': True}")
 @pytest.mark.parametrize(
     "ddp_options", [o for o in _OPTIONS if o.keys() <= _DDP_ARGUMENTS.keys()], ids=str
 )
-def test_options_of_ddp_stay(ranks: Ranks, ddp_options: dict[str, Any]) -> None:
+def test_options_of_ddp_stay(rank: int, ddp_options: dict[str, Any]) -> None:
     """The rows are the options that the installed torch has."""
-    for result in ranks.run(_train, "backward", SLOW, {}, ddp_options):
-        assert result["outcome"].startswith("buckets change")
-        assert result["as_planned"] == [True] * len(result["planned"])
+    search = _Search(**ddp_options)
+    assert search.end().startswith("buckets change")
+    search.assert_cut_as_ddp_reduces()
 
 
-def test_a_comm_hook_that_keeps_a_state_keeps_its_buckets(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_comm_hook_that_keeps_a_state_keeps_its_buckets(rank: int) -> None:
     """A hook without one goes on with the new buckets."""
-    for result in ranks.run(_train, "backward", SLOW, {}, {}, (None, default_hooks.allreduce_hook)):
-        assert result["outcome"].startswith("buckets change")
-    for result in ranks.run(_train, "backward", SLOW, {}, {}, ([], _reduce_and_count)):
-        assert "its comm hook keeps a state" in result["outcome"]
+    assert _Search(hook=(None, default_hooks.allreduce_hook)).end().startswith("buckets change")
+    assert "its comm hook keeps a state" in _Search(hook=([], _reduce_and_count)).end()
 
 
 def _reduce_and_count(state, bucket):
@@ -189,129 +184,118 @@ def _reduce_and_count(state, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def test_buckets_stay_where_others_would_gain_nothing(ranks: Ranks) -> None:
-    for result in ranks.run(_train, "backward", FREE, {}):
-        assert result["outcome"].startswith("buckets stay as they are, 1: with the best, ")
-        assert result["hash"] is None
-        assert result["buckets"][2] == result["buckets"][-1]
+@on_ranks(2)
+def test_buckets_stay_where_others_would_gain_nothing(rank: int) -> None:
+    search = _Search()
+    assert search.end(FREE).startswith("buckets stay as they are, 1: with the best, ")
+    assert search.plan is None
+    assert search.buckets[2] == search.buckets[-1]
 
 
-def test_forward_sections_for_the_search_alone_are_given_up_after_it(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_forward_sections_for_the_search_alone_are_given_up_after_it(rank: int) -> None:
     """DDP's one bucket needs no cut; the graph that was cut is compiled again as a whole."""
-    result, _ = ranks.run(_train, "forward", FREE, {})
-    assert result["graphs"] == 2
-    assert result["sections"][0] > 1
-    assert result["sections"][-1] == 0
+    search = _Search("forward")
+    search.end(FREE)
+    assert search.num_graphs == 2
+    assert len(search.cuts[0].sections) > 1
+    assert not search.cuts[-1].sections
 
 
-def _train_until_judged(rank: int, split: str, later: float) -> dict[str, Any]:
-    patches = {"clock": _clock(later=later), "num_steps": JUDGED + 2}
-    return _train(rank, split, SLOW, patches)
-
-
+@on_ranks(2)
 @pytest.mark.quick("auto")
-@pytest.mark.parametrize("split", ["auto", "forward"])
-def test_a_change_that_made_iterations_no_shorter_is_taken_back(ranks: Ranks, split: str) -> None:
+@pytest.mark.parametrize(
+    ("split", "graphs"), [("auto", 1), ("forward", 3)], ids=["auto", "forward"]
+)
+def test_a_change_that_made_iterations_no_shorter_is_taken_back(
+    rank: int, split: str, graphs: int
+) -> None:
     """All ranks take it back in one step, and the same steps follow as before."""
-    first, second = ranks.run(_train_until_judged, split, 1.0)
-    for result in (first, second):
-        assert "the previous buckets are back: iterations, predicted to get " in result["outcome"]
-        assert result["hash"] is None
-        assert result["graphs"] == (1 if split == "auto" else 3)
-        assert result["as_planned"] == [True]
-    assert first["outcome"] == second["outcome"]
-    assert first["buckets"] == second["buckets"]
-    before, after = first["buckets"][2], first["buckets"][JUDGED - 1 :]
-    assert len(first["buckets"][DECIDED]) > 1
+    search = _Search(split)
+    outcome = search.end(num_steps=JUDGED + 2)
+    assert "the previous buckets are back: iterations, predicted to get " in outcome
+    assert search.plan is None
+    assert search.num_graphs == graphs
+    search.assert_cut_as_ddp_reduces()
+    before, after = search.buckets[2], search.buckets[JUDGED - 1 :]
+    assert len(search.buckets[DECIDED]) > 1
     assert after == [before] * len(after)
 
 
-def test_a_measured_gain_is_told_where_a_change_is_kept(ranks: Ranks) -> None:
-    for result in ranks.run(_train_until_judged, "auto", 0.75):
-        assert "measured: iterations got 25% shorter (" in result["outcome"]
-        assert result["hash"]
-        assert len(result["buckets"][-1]) > 1
+@on_ranks(2)
+def test_a_measured_gain_is_told_where_a_change_is_kept(rank: int) -> None:
+    search = _Search("auto")
+    outcome = search.end(clock=_clock(later=0.75), num_steps=JUDGED + 2)
+    assert "measured: iterations got 25% shorter (" in outcome
+    assert search.plan
+    assert len(search.buckets[-1]) > 1
 
 
-def test_where_unused_parameters_are_looked_for_buckets_change_too(ranks: Ranks) -> None:
+@on_ranks(2)
+@pytest.mark.quick("auto")
+@pytest.mark.parametrize("split", ["auto", "forward"])
+def test_where_unused_parameters_are_looked_for_buckets_change_too(rank: int, split: str) -> None:
     """The Reducer keeps those that it is made with, and tells them."""
-    for split in ("auto", "forward"):
-        for result in ranks.run(_train, split, SLOW, {}, {"find_unused_parameters": True}):
-            assert result["outcome"].startswith("buckets change, 1 to ")
-            assert result["as_planned"] == [True] * len(result["buckets"][-1])
-            assert len(result["buckets"][-1]) > 1
+    search = _Search(split, find_unused_parameters=True)
+    assert search.end().startswith("buckets change, 1 to ")
+    search.assert_cut_as_ddp_reduces()
+    assert len(search.buckets[-1]) > 1
 
 
-def _train_forward_instead(rank: int, cost: AllreduceCost) -> dict[str, Any]:
-    refused = NotCutError(Reason.ATTRIBUTES)
-    with mock.patch.object(compiler, "_cut_backward", side_effect=refused):
-        return _train(rank, "auto", cost, {})
-
-
+@on_ranks(2)
 @pytest.mark.quick("change")
 @pytest.mark.parametrize("cost", [SLOW, FREE], ids=["change", "stay"])
 def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
-    ranks: Ranks, cost: AllreduceCost
+    rank: int, cost: AllreduceCost
 ) -> None:
     """The option "auto" was to cut the backward; they are cut for the new buckets, or for DDP's."""
-    for result in ranks.run(_train_forward_instead, cost):
-        assert result["outcome"].startswith("buckets change" if cost is SLOW else "buckets stay")
-        assert result["graphs"] == 2
-        assert result["sections"][0] > result["sections"][-1]
-        assert result["as_planned"] == [True] * len(result["buckets"][-1])
+    refused = NotCutError(Reason.ATTRIBUTES)
+    search = _Search("auto")
+    with mock.patch.object(compiler, "_cut_backward", side_effect=refused):
+        outcome = search.end(cost)
+    assert outcome.startswith("buckets change" if cost == SLOW else "buckets stay")
+    assert search.num_graphs == 2
+    assert len(search.cuts[0].sections) > len(search.cuts[-1].sections)
+    search.assert_cut_as_ddp_reduces()
 
 
-def _train_unevenly(rank: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_ranks_that_measure_different_times_get_one_plan(rank: int) -> None:
     """Rank 1 measures three times the times."""
-    return _train(rank, "backward", SLOW, {"clock": _clock(TICK_S * (3 if rank else 1))})
+    search = _Search()
+    search.end(clock=_clock(TICK_S * (3 if rank else 1)))
+    assert search.plan
 
 
-def test_ranks_that_measure_different_times_get_one_plan(ranks: Ranks) -> None:
-    first, second = ranks.run(_train_unevenly)
-    assert first["outcome"] == second["outcome"]
-    assert first["hash"] == second["hash"] is not None
-
-
-def _train_with_an_obstacle(rank: int, where: str) -> dict[str, Any]:
-    with mock.patch.object(rebucket, where, return_value="the test says so" if rank else ""):
-        return _train(rank, "backward", SLOW, {})
-
-
+@on_ranks(2)
 @pytest.mark.quick("find_obstacle")
 @pytest.mark.parametrize("where", ["find_obstacle", "find_misfit"])
-def test_a_rank_that_cannot_follow_makes_all_stay(ranks: Ranks, where: str) -> None:
-    first, second = ranks.run(_train_with_an_obstacle, where)
-    for result in (first, second):
-        assert "on rank 1: the test says so" in result["outcome"]
-        assert result["hash"] is None
-        assert result["buckets"][2] == result["buckets"][-1]
+def test_a_rank_that_cannot_follow_makes_all_stay(rank: int, where: str) -> None:
+    search = _Search()
+    with mock.patch.object(rebucket, where, return_value="the test says so" if rank else ""):
+        assert "on rank 1: the test says so" in search.end()
+    assert search.plan is None
+    assert search.buckets[2] == search.buckets[-1]
 
 
-def _train_apart(rank: int, absent: int) -> dict[str, Any]:
-    """One rank does not look for better buckets, so it never comes to meet the other."""
-    buckets = "ddp" if rank == absent else "auto"
-    with mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")):
-        return _train(rank, "backward", SLOW, {"buckets": buckets})
-
-
+@on_ranks(2)
 @pytest.mark.quick("0")
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(ranks: Ranks, absent: int) -> None:
-    """For the next module, an equal one, all ranks meet again."""
-    result = ranks.run(_train_apart, absent)
-    present = result[1 - absent]
-    assert present["outcome"].startswith(
-        f"buckets stay as they are: rank {absent} did not begin it"
-    )
-    assert present["hash"] is None
-    assert result[0]["buckets"] == result[1]["buckets"]
-    for outcome in ranks.run(_outcome, {}):
-        assert outcome.startswith("buckets change")
-
-
-def _outcome(rank: int, patches: dict[str, Any]) -> str:
-    outcome: str = _train(rank, "backward", SLOW, dict(patches))["outcome"]
-    return outcome
+def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(rank: int, absent: int) -> None:
+    """It does not look for better buckets. For the next module, an equal one, all meet again."""
+    beside = Beside(MLP(), split="backward", buckets="ddp" if rank == absent else "auto")
+    with (
+        mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")),
+        _simulated(SLOW),
+    ):
+        beside.train(batches(rank, [SHAPE] * (DECIDED + 4)))
+    if rank != absent:
+        outcome = tuning.find_tuner(beside.ddp).outcome
+        assert outcome.startswith(f"buckets stay as they are: rank {absent} did not begin it")
+    first, second = gather(real_buckets(beside.ddp))
+    assert first == second
+    torch._dynamo.reset()
+    assert _Search().end().startswith("buckets change")
 
 
 def _send(rank: int) -> None:
@@ -365,8 +349,7 @@ def _train_twins(rank: int, tuned: tuple[int, ...]) -> list[str]:
     calls = []
     for k, ddp in enumerate(models):
         buckets = "auto" if k in tuned else "ddp"
-        options = {"inner": "aot_eager", "split": "backward", "buckets": buckets}
-        calls.append(torch.compile(ddp, backend="ddpopt", options=options))
+        calls.append(compiled(ddp, split="backward", buckets=buckets))
     with _simulated(SLOW):
         for x in batches(rank, [SHAPE] * (DECIDED + 2)):
             for ddp in models:
@@ -376,25 +359,25 @@ def _train_twins(rank: int, tuned: tuple[int, ...]) -> list[str]:
     return [search.outcome if search else "" for search in searches]
 
 
-def test_ranks_meet_for_one_and_the_same_of_two_equal_models(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_ranks_meet_for_one_and_the_same_of_two_equal_models(rank: int) -> None:
     """They do so though one backward is of both models."""
-    first, second = ranks.run(_train_twins, (0, 1))
+    outcomes = _train_twins(rank, (0, 1))
+    assert all(outcome.startswith("buckets change") for outcome in outcomes)
+    first, second = gather(outcomes)
     assert first == second
-    assert all(outcome.startswith("buckets change") for outcome in first), first
 
 
-def _train_others_twin(rank: int) -> list[str]:
-    return _train_twins(rank, (rank,))
+@on_ranks(2)
+def test_ranks_that_look_for_buckets_of_different_twins_do_not_meet(rank: int) -> None:
+    assert f"rank {1 - rank} did not begin it" in _train_twins(rank, (rank,))[rank]
 
 
-def test_ranks_that_look_for_buckets_of_different_twins_do_not_meet(ranks: Ranks) -> None:
-    first, second = ranks.run(_train_others_twin)
-    assert "rank 1 did not begin it" in first[0]
-    assert "rank 0 did not begin it" in second[1]
-
-
-def _train_later(rank: int, num_eager: int) -> str:
-    """Rank 1 takes its first steps uncompiled."""
+@on_ranks(2)
+@pytest.mark.quick("1")
+@pytest.mark.parametrize("num_eager", [1, 2])
+def test_ranks_that_begin_in_different_steps_stay(rank: int, num_eager: int) -> None:
+    """The first to meet waits for the limit at most; the other then has its answer."""
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, split="backward", buckets="auto")
     waited_s = 0.0
@@ -407,14 +390,7 @@ def _train_later(rank: int, num_eager: int) -> str:
     with _simulated(SLOW), mock.patch.object(meetings, "time", clock):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else run)
-    return tuning.find_tuner(ddp).outcome
-
-
-@pytest.mark.quick("1")
-@pytest.mark.parametrize("num_eager", [1, 2])
-def test_ranks_that_begin_in_different_steps_stay(ranks: Ranks, num_eager: int) -> None:
-    """The first to meet waits for the limit at most; the other then has its answer."""
-    first, second = ranks.run(_train_later, num_eager)
+    first, second = gather(tuning.find_tuner(ddp).outcome)
     assert first == second
     assert first.startswith("buckets stay as they are: rank 1 did not ")
 
@@ -427,27 +403,18 @@ def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
         assert tuning._Tuner(ddp, "auto")._longest_meeting_s == 2.0
 
 
-def _limits_of_twins(rank: int) -> list[float]:
-    """Train two models that are tuned; return how long each meeting may last."""
-    limits_s = []
-
-    def meet(group: Any, title: str, key: str, limit_s: float) -> meetings.JointDecision:
-        limits_s.append(limit_s)
-        return meetings.JointDecision(group, title, key, limit_s)
-
-    with mock.patch.object(tuning, "JointDecision", meet):
-        _train_twins(rank, (0, 1))
-    return limits_s
-
-
-def test_meetings_of_several_modules_in_one_step_share_the_limit(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_meetings_of_several_modules_in_one_step_share_the_limit(rank: int) -> None:
     """A rank that waits in vain for each module's does so one after another."""
-    for limits_s in ranks.run(_limits_of_twins):
-        assert len(limits_s) == 2
-        assert sum(limits_s) <= tuning._LONGEST_MEETING_S
+    with mock.patch.object(tuning, "JointDecision", side_effect=meetings.JointDecision) as meet:
+        _train_twins(rank, (0, 1))
+    limits_s = [call.args[3] for call in meet.call_args_list]
+    assert len(limits_s) == 2
+    assert sum(limits_s) <= tuning._LONGEST_MEETING_S
 
 
-def _train_in_join(rank: int) -> str:
+@on_ranks(2)
+def test_in_a_join_context_ranks_stay_without_waiting(rank: int) -> None:
     """Rank 1 has fewer batches."""
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, split="backward", buckets="auto")
@@ -457,46 +424,32 @@ def _train_in_join(rank: int) -> str:
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
             train(ddp, [x], run)
-    return tuning.find_tuner(ddp).outcome
-
-
-def test_in_a_join_context_ranks_stay_without_waiting(ranks: Ranks) -> None:
-    first, second = ranks.run(_train_in_join)
-    assert "this DDP module's buckets cannot be changed: it is in its join()" in first
+    first, second = gather(tuning.find_tuner(ddp).outcome)
+    assert "its join()" in first
     assert second == first.replace("on rank 0: ", "")
 
 
-def _train_at_the_limit(rank: int) -> str:
+@on_ranks(2)
+def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(rank: int) -> None:
+    """With fullgraph and a limit of one compile there is a second for the search, and no third."""
     options = {"inner": "aot_eager", "split": "forward", "buckets": "auto"}
-    compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
-    ddp = DistributedDataParallel(compiled)
-    with (
-        torch._dynamo.config.patch(recompile_limit=1),
-        _simulated(SLOW),
-    ):
+    ddp = DistributedDataParallel(
+        torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
+    )
+    with torch._dynamo.config.patch(recompile_limit=1), _simulated(SLOW):
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 3)))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             train(ddp, batches(rank, [(3, 64)]))
-    return tuning.find_tuner(ddp).outcome
+    assert tuning.find_tuner(ddp).outcome.startswith("buckets change")
 
 
-def test_code_for_the_search_alone_counts_towards_no_limit_of_dynamos(ranks: Ranks) -> None:
-    """With fullgraph and a limit of one compile there is a second for the search, and no third."""
-    for outcome in ranks.run(_train_at_the_limit):
-        assert outcome.startswith("buckets change")
-
-
-def _fail_to_plan(rank: int) -> dict[str, Any]:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("the test says so")
-
-    return _train(rank, "backward", SLOW, {"plan_buckets": fail})
-
-
-def test_a_failure_to_plan_reaches_all_ranks(ranks: Ranks) -> None:
-    for result in ranks.run(_fail_to_plan):
-        assert "planning raised ArithmeticError('the test says so')" in result["outcome"]
-        assert result["hash"] is None
+@on_ranks(2)
+def test_a_failure_to_plan_reaches_all_ranks(rank: int) -> None:
+    search = _Search()
+    failure = ArithmeticError("the test says so")
+    with mock.patch.object(decision, "plan_buckets", side_effect=failure):
+        assert "ArithmeticError('the test says so')" in search.end()
+    assert search.plan is None
 
 
 @on_ranks(2)
@@ -521,17 +474,14 @@ class _Skipping(MLP):
         return x
 
 
-def _train_in_part(rank: int) -> str:
+@on_ranks(2)
+def test_parameters_that_no_step_uses_are_named(rank: int) -> None:
     ddp = DistributedDataParallel(_Skipping(), static_graph=True)
     run = compiled(ddp, split="backward", buckets="auto")
     with _simulated(SLOW):
         train(ddp, batches(rank, [SHAPE] * (DECIDED + 1)), run)
-    return tuning.find_tuner(ddp).outcome
-
-
-def test_parameters_that_no_step_uses_are_named(ranks: Ranks) -> None:
-    for outcome in ranks.run(_train_in_part):
-        assert "layers.0.weight, layers.0.bias had no gradient in 5 of 5" in outcome
+    text = "layers.0.weight, layers.0.bias had no gradient in 5 of 5"
+    assert text in tuning.find_tuner(ddp).outcome
 
 
 def _train_critic(rank: int, source: str) -> str:
@@ -564,27 +514,20 @@ def test_a_static_graph_gets_new_buckets_where_it_is_frozen(ranks: Ranks, tmp_pa
         assert outcome.startswith("buckets are those of")
 
 
-def _train_with_two_sources(rank: int, source: str) -> int:
+@on_ranks(2)
+def test_a_search_that_another_one_replaces_leaves_no_hooks(rank: int, tmp_path: Path) -> None:
     """After a reset other buckets are asked for while the search is on."""
     ddp = DistributedDataParallel(MLP(2))
-    path = f"{source}.{rank}.json"
+    path = tmp_path / f"{rank}.json"
     plan_of(ddp.module, (2, 2)).save(path)
-    for buckets in ("auto", path):
+    tuners = []
+    for buckets in ("auto", str(path)):
         torch._dynamo.reset()
-        options = {"inner": "aot_eager", "split": "backward", "buckets": buckets}
-        train(
-            ddp,
-            batches(rank, [(4, 64)] * 2),
-            torch.compile(ddp, backend="ddpopt", options=options),
-        )
-        if buckets == "auto":
-            first = tuning.find_tuner(ddp)
-    assert first is not tuning.find_tuner(ddp)
-    return len(first._stopwatch._nodes)
-
-
-def test_a_search_that_another_one_replaces_leaves_no_hooks(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(_train_with_two_sources, str(tmp_path / "plan.json")) == [0, 0]
+        run = compiled(ddp, split="backward", buckets=buckets)
+        train(ddp, batches(rank, [(4, 64)] * 2), run)
+        tuners.append(tuning.find_tuner(ddp))
+    assert tuners[0] is not tuners[1]
+    assert not tuners[0]._stopwatch._nodes
 
 
 def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
@@ -628,9 +571,9 @@ def test_a_search_without_steps_is_warned_of_once(ranks: Ranks, kind: str) -> No
             assert "after none" not in outcome
 
 
-def _train_with_evaluation(rank: int) -> dict[str, Any]:
-    """Evaluate between steps, with a pause before and after the forward without gradients."""
-    torch._dynamo.reset()
+@on_ranks(2)
+def test_a_forward_of_an_evaluation_is_no_part_of_a_step(rank: int) -> None:
+    """It lies between steps with the pauses around it; forward and backward have ticks alone."""
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, split="backward", buckets="auto")
     running, paused_s = _clock(), 0.0
@@ -643,19 +586,9 @@ def _train_with_evaluation(rank: int) -> dict[str, Any]:
                 run(x)
             paused_s += PAUSE_S
     profile = tuning.find_tuner(ddp).best.profile
-    return {
-        "forward": profile.forward_s,
-        "backward": profile.backward_s,
-        "between": profile.between_s,
-    }
-
-
-def test_a_forward_of_an_evaluation_is_no_part_of_a_step(ranks: Ranks) -> None:
-    """It lies between steps with the pauses around it; forward and backward have ticks alone."""
-    for seconds in ranks.run(_train_with_evaluation):
-        assert seconds["forward"] == pytest.approx(TICK_S)
-        assert 0 < seconds["backward"] < PAUSE_S
-        assert 2 * PAUSE_S < seconds["between"] < 3 * PAUSE_S
+    assert profile.forward_s == pytest.approx(TICK_S)
+    assert 0 < profile.backward_s < PAUSE_S
+    assert 2 * PAUSE_S < profile.between_s < 3 * PAUSE_S
 
 
 def test_one_rank_has_nothing_to_tune(one_rank: None) -> None:
@@ -676,8 +609,8 @@ def test_where_torch_has_moved_a_name_training_goes_on(
     assert "buckets stay as they are: torch 9 has no such name" in str(ddpopt.explain(ddp))
 
 
-def _explain_meanwhile(rank: int) -> list[str]:
-    """Return the tuning and the hints of each step."""
+@on_ranks(2)
+def test_explain_says_how_far_it_is_and_never_advises_what_is_on(rank: int) -> None:
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, buckets="auto")
     texts = []
@@ -686,44 +619,32 @@ def _explain_meanwhile(rank: int) -> list[str]:
             train(ddp, [x], run)
             explained = ddpopt.explain(ddp)
             texts.append("\n".join([explained.tuning, *explained.hints]))
-    return texts
+    assert texts[2].startswith("looking for better buckets: 3 of 8 steps\n")
+    assert "comparing new buckets with those before: 2 of 8 steps\n" in texts[DECIDED]
+    assert not any("buckets='auto'" in text or "predicted: nothing" in text for text in texts)
 
 
-def test_explain_says_how_far_it_is_and_never_advises_what_is_on(ranks: Ranks) -> None:
-    for texts in ranks.run(_explain_meanwhile):
-        assert texts[2].startswith("looking for better buckets: 3 of 8 steps\n")
-        assert "comparing new buckets with those before: 2 of 8 steps\n" in texts[DECIDED]
-        assert not any("buckets='auto'" in text or "predicted: nothing" in text for text in texts)
-
-
-def _train_at_own_speed(rank: int) -> dict[str, Any]:
-    """Train on ranks of which each takes as much longer as its number says."""
-    return _train(rank, "backward", SLOW, {"clock": _clock(TICK_S * (1 + rank))})
-
-
-def test_all_ranks_know_which_of_them_computes_longest_and_its_host(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_all_ranks_know_which_of_them_computes_longest_and_its_host(rank: int) -> None:
     """Rank 1 takes twice as long, which `explain` and `metrics` tell on either rank."""
-    for known in ranks.run(_train_at_own_speed):
-        assert (
-            f"more on rank 1 ({socket.gethostname()}), the slowest: a straggler"
-            in known["explained"]
-        )
-        numbers = known["metrics"]
-        assert numbers["ddpopt.ranks.slowest"] == 1
-        assert numbers["ddpopt.ranks.slowest_behind_ms"] == pytest.approx(
-            numbers["ddpopt.ranks.computation_ms"]
-        )
+    search = _Search()
+    search.end(clock=_clock(TICK_S * (1 + rank)))
+    assert f"more on rank 1 ({socket.gethostname()}), the slowest" in str(
+        ddpopt.explain(search.ddp)
+    )
+    numbers = ddpopt.metrics(search.ddp)
+    assert numbers["ddpopt.ranks.slowest"] == 1
+    assert numbers["ddpopt.ranks.slowest_behind_ms"] == pytest.approx(
+        numbers["ddpopt.ranks.computation_ms"]
+    )
 
 
-def test_the_choice_is_logged_once(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_the_choice_is_logged_once(rank: int) -> None:
     """Rank 0 logs it, since all ranks know the same."""
-    assert ranks.run(_count_log_lines) == [1, 0]
-
-
-def _count_log_lines(rank: int) -> int:
     with logged("info") as lines:
-        outcome = _train(rank, "backward", SLOW, {})["outcome"]
-    return lines.count(outcome.rpartition("\n")[0])
+        outcome = _Search().end()
+    assert lines.count(outcome.rpartition("\n")[0]) == (rank == 0)
 
 
 def _search_twice(rank: int) -> list[tuple[str, int]]:
@@ -761,7 +682,14 @@ def test_a_search_can_be_made_once_more(ranks: Ranks) -> None:
     assert slow == again > free == 1
 
 
-def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[int]]:
+@on_ranks(2)
+@pytest.mark.quick("the plan's")
+@pytest.mark.parametrize(
+    ("failing_change", "has_plan"), [(1, False), (2, True)], ids=["the plan's", "the way back"]
+)
+def test_a_change_that_one_rank_cannot_make_is_made_by_none_and_training_goes_on(
+    rank: int, failing_change: int, has_plan: bool
+) -> None:
     """Rank 1 has no memory for a new Reducer: that of the plan, or that of the way back."""
     make, num_made = _torch.new_reducer.Change.make, 0
 
@@ -783,16 +711,5 @@ def _search_without_memory(rank: int, failing_change: int) -> tuple[str, list[in
         run = compiled(ddp, buckets="auto")
         inputs = batches(rank, [(4, 64)] * (JUDGED + 3))
         assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
-    return tuning.find_tuner(ddp).outcome, [len(bucket) for bucket in real_buckets(ddp)]
-
-
-@pytest.mark.quick("the plan's")
-@pytest.mark.parametrize(
-    ("failing_change", "has_plan"), [(1, False), (2, True)], ids=["the plan's", "the way back"]
-)
-def test_a_change_that_one_rank_cannot_make_is_made_by_none_and_training_goes_on(
-    ranks: Ranks, failing_change: int, has_plan: bool
-) -> None:
-    for outcome, sizes in ranks.run(_search_without_memory, failing_change):
-        assert "on rank 1: MemoryError: no memory" in outcome
-        assert (sizes == list(SIZES_OF_MLP)) == has_plan
+    assert "on rank 1: MemoryError: no memory" in tuning.find_tuner(ddp).outcome
+    assert (tuple(map(len, real_buckets(ddp))) == SIZES_OF_MLP) == has_plan
