@@ -23,23 +23,25 @@ from ddpopt.split.facts import BackwardFacts
 class Others(enum.Enum):
     """When gradients arrive of parameters that no known graph uses."""
 
-    # A graph that is not known yet uses them, or else what comes behind the forward: the loss, as
-    # where it takes the weight of an output layer, or the logarithm of a policy's deviation.
+    # The parameters are used behind this graph: by a graph that is not known yet, or by the loss,
+    # such as one that takes the weight of an output layer.
     FIRST = enum.auto()
-    # The same, or else a layer that is not compiled, between two graphs or in front of the first.
-    # Layers are registered in the order of their use, as a rule; a parameter that the root module
-    # has itself comes before those of all layers, and belongs to none.
+    # The parameters are used behind this graph, or by a layer that is not compiled, between two
+    # graphs or in front of the first. Layers are registered in the order of their use, as a rule;
+    # a parameter that the root module has itself is registered before all layers, and belongs to
+    # none.
     AS_REGISTERED = enum.auto()
-    # Nothing does. Only with a static graph DDP allows that, and its Reducer puts them last.
+    # The parameters are not used. DDP allows that with a static graph alone, and its Reducer then
+    # puts them last.
     LAST = enum.auto()
 
     @classmethod
     def around(cls, *, begins: bool, ends: bool, may_be_unused: bool) -> Others:
         """The rule for a graph that begins or ends the forward, as far as that is known.
 
-        Where it does not end it, the parameters may belong to a graph behind it. Where it does,
-        each that DDP reduces has a gradient, or training ends with an error of DDP's in the second
-        step, unless `may_be_unused`.
+        Where this graph does not end the forward, the parameters may belong to a graph behind it.
+        Where it does, each parameter that DDP reduces has a gradient, or training ends with an
+        error of DDP's in the second step, unless parameters `may_be_unused`.
         """
         if not ends:
             return cls.FIRST

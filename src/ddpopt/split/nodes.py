@@ -68,9 +68,9 @@ def is_pure(node: fx.Node) -> bool:
 def may_communicate(node: fx.Node) -> bool:
     """Whether a call may exchange data with other ranks, as far as anybody knows.
 
-    Collectives do, and operators of other libraries do not say. What draws random numbers, writes
-    to a tensor or prints is not pure either, but works on this rank alone. Whatever makes or takes
-    a DTensor may communicate for it.
+    Collectives do, and operators of other libraries may: they do not say. A call that draws random
+    numbers, writes to a tensor or prints is not pure either, but works on this rank alone. A call
+    that makes or takes a DTensor may communicate for the DTensor.
     """
     values = [_torch.dynamo_value(n) for n in (node, *node.all_input_nodes)]
     if any(type(leaf).__module__.startswith("torch.distributed") for leaf in leaves(values)):
@@ -165,14 +165,15 @@ def is_composite(value: object) -> bool:
 
 
 def has_ragged_sizes(graph: fx.Graph) -> bool:
-    """Whether a tensor consists of others whose sizes the inputs do not tell, or is a nested one.
+    """Whether torch can compile this graph only once, so that no cut may be tried.
 
-    Only the first compile of a graph that makes one finds the symbols that Dynamo chose. Sizes of
-    the inputs may be symbols on one rank and numbers on another, and so must not count. Where a
+    So it is with nested tensors, and with others that consist of tensors whose sizes the inputs do
+    not tell: only the first compile of such a graph finds the symbols that Dynamo chose. Sizes of
+    the inputs do not count, since they may be symbols on one rank and numbers on another. Where a
     nested tensor is an input, Inductor compiles no section that returns a size with a symbol: it
-    takes the nested one's for a number ("Cannot convert symbols to int", 2.13).
+    takes the nested tensor's symbol for a number ("Cannot convert symbols to int", 2.13).
     """
-    given: set[Any] = set()
+    of_inputs: set[Any] = set()
     ragged: set[Any] = set()
     for node in graph.nodes:
         value = _torch.dynamo_value(node)
@@ -181,8 +182,8 @@ def has_ragged_sizes(graph: fx.Graph) -> bool:
         if is_composite(value):
             ragged |= _torch.free_symbols(value)
         elif node.op == "placeholder":
-            given |= _torch.free_symbols(value)
-    return not ragged <= given
+            of_inputs |= _torch.free_symbols(value)
+    return not ragged <= of_inputs
 
 
 def name_of(node: fx.Node) -> str:
