@@ -50,8 +50,8 @@ class _Subscription(NamedTuple):
 _S = TypeVar("_S", bound=Subscriber)
 _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 
-# Subscribers to the forwards of all modules. They are told of a beginning before the module's own
-# subscribers, and of an end after them. The backend's own, for the life of the process.
+# Subscribers to the forwards of all modules, for the life of the process: the backend's own. They
+# hear of a forward's beginning before the module's subscribers, and of its end after these.
 _subscribers_to_all: list[Subscriber] = []
 # Functions that are asked once for each module.
 _interests: list[_Interest] = []
@@ -93,7 +93,8 @@ def subscribe_to_all(subscriber: Subscriber) -> None:
 def ask_at_first(interest: _Interest) -> None:
     """Ask `interest` for a subscriber to each module whose first forward is yet to come.
 
-    And to those that have subscribers already, since they may have subscribed before. Idempotent.
+    Modules that have subscribers already are asked about too: they may have got these before their
+    first forward. Idempotent.
     """
     if interest in _interests:
         return
