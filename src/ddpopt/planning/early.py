@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import format_bytes, shorten
 from ddpopt._torch import Forward
 from ddpopt.errors import Reason
@@ -39,7 +39,7 @@ _STILL_TO_COME = 0.1
 _ENOUGH = 0.5
 
 # Whether the warning was given; once for each module.
-_are_told: Slot[bool] = Slot(bool, Lifetime.MODULE)
+_are_told: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import format_ms
 from ddpopt._torch import Forward
 from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
@@ -42,9 +42,9 @@ class Wait(NamedTuple):
 
 
 # None until the steps are over.
-_waits: Slot[Wait | None] = Slot(lambda: None, Lifetime.MODULE)
+_waits: ModuleSlot[Wait | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 # The hint, "" if there is none to give, and None until somebody has begun to watch for it.
-_hints: Slot[str | None] = Slot(lambda: None, Lifetime.MODULE)
+_hints: ModuleSlot[str | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 
 
 def wait_of(ddp: DistributedDataParallel) -> Wait | None:

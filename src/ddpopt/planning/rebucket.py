@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _logs, _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt._values import check_kind
@@ -36,10 +36,10 @@ from ddpopt.steps.forwards import (
 )
 
 # The plan that the Reducer was made for, if any.
-_plans: Slot[BucketPlan | None] = Slot(lambda: None, Lifetime.REDUCER)
+_plans: ModuleSlot[BucketPlan | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
 # Hooks on a module with a new Reducer. Until the next forward they make each backward raise. Then,
 # with a static graph, others raise unless DDP learns its gradients from the next backward.
-_guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), Lifetime.MODULE)
+_guards: ModuleSlot[Sequence[RemovableHandle]] = ModuleSlot(lambda: (), Lifetime.MODULE)
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:

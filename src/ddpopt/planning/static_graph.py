@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.split import state
@@ -38,8 +38,8 @@ from ddpopt.steps.observing import observing
 
 # How often each gradient arrives on this rank, by parameter index; None until it is known. Kept
 # when compiled code is dropped: a static graph that changes is an error in DDP anyway.
-_num_arrivals: Slot[Mapping[ParameterIndex, int] | None]
-_num_arrivals = Slot(lambda: None, Lifetime.MODULE)
+_num_arrivals: ModuleSlot[Mapping[ParameterIndex, int] | None]
+_num_arrivals = ModuleSlot(lambda: None, Lifetime.MODULE)
 
 
 def watch(ddp: DistributedDataParallel) -> None:

@@ -38,7 +38,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import quote
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
@@ -472,9 +472,9 @@ class _IdleForwards:
 
 
 # A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
-_tuners: Slot[_Tuner | None] = Slot(lambda: None, Lifetime.MODULE)
+_tuners: ModuleSlot[_Tuner | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 # The tuners of modules for which code was compiled since the last reset.
-_tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, Lifetime.CODE)
+_tuners_in_use: ModuleSlot[_Tuner | None] = ModuleSlot(lambda: None, Lifetime.CODE)
 
 
 def _num_searches(group: object) -> int:

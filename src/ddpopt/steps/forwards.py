@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.steps.observing import report
@@ -56,7 +56,7 @@ _subscribers_to_all: list[Subscriber] = []
 # Functions that are asked once for each module.
 _interests: list[_Interest] = []
 # The subscribers to each module, in the order in which they are told.
-_subscriptions: Slot[tuple[_Subscription, ...]] = Slot(tuple, Lifetime.MODULE)
+_subscriptions: ModuleSlot[tuple[_Subscription, ...]] = ModuleSlot(tuple, Lifetime.MODULE)
 # Whether forwards are reported in this process.
 _are_reported = False
 # The problems that were warned of; each is told once.
