@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _slots
-from ddpopt._slots import Lifetime, Slot, forget_compiled
+from ddpopt._slots import Lifetime, ModuleSlot, forget_compiled
 from ddpopt._torch import replace_reducer
 
 
@@ -21,7 +21,7 @@ def _ddp() -> DistributedDataParallel:
 
 def test_a_module_without_a_value_has_a_new_default(one_rank: None) -> None:
     """A default is not stored, so that asking leaves nothing behind."""
-    slot = Slot(list[int], Lifetime.MODULE)
+    slot = ModuleSlot(list[int], Lifetime.MODULE)
     first, second = _ddp(), _ddp()
     slot.get(first).append(1)
     assert slot.get(first) == []
@@ -30,7 +30,7 @@ def test_a_module_without_a_value_has_a_new_default(one_rank: None) -> None:
 
 
 def test_a_value_is_dropped_with_its_module(one_rank: None) -> None:
-    slot = Slot(nn.Module, Lifetime.MODULE)
+    slot = ModuleSlot(nn.Module, Lifetime.MODULE)
     ddp, value = _ddp(), nn.Module()
     slot.set(ddp, value)
     reference = weakref.ref(value)
@@ -45,7 +45,7 @@ def test_a_value_is_dropped_with_its_module(one_rank: None) -> None:
 def test_a_reset_clears_what_goes_with_code_and_a_new_reducer_its_own(one_rank: None) -> None:
     """A plan's buckets stay in force at a reset: they are the Reducer's."""
     with mock.patch.object(_slots, "_of_code", []):
-        slots = {lifetime: Slot(str, lifetime) for lifetime in Lifetime}
+        slots = {lifetime: ModuleSlot(str, lifetime) for lifetime in Lifetime}
         ddp = _ddp()
 
         def values() -> dict[Lifetime, str]:
@@ -63,6 +63,6 @@ def test_a_reset_clears_what_goes_with_code_and_a_new_reducer_its_own(one_rank: 
 
 def test_a_copy_begins_without_values(one_rank: None) -> None:
     ddp = _ddp()
-    for slot in (Slot(str, lifetime) for lifetime in Lifetime):
+    for slot in (ModuleSlot(str, lifetime) for lifetime in Lifetime):
         slot.set(ddp, "something")
         assert slot.get(copy.deepcopy(ddp)) == ""

@@ -26,10 +26,10 @@ class Lifetime(enum.Enum):
 
 
 # Slots of this package, for the life of the process; what is in them ends as `Lifetime` says.
-_of_code: list[Slot[Any]] = []
+_of_code: list[ModuleSlot[Any]] = []
 
 
-class Slot(Generic[T]):
+class ModuleSlot(Generic[T]):
     """A value for each DDP module, which one room reads and writes.
 
     It must not hold the module, or neither would ever be freed.

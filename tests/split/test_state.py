@@ -10,7 +10,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt.errors import DDPMode
 from ddpopt.split import state
 from ddpopt.split.state import (
@@ -94,7 +94,7 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     known = state.get(ddp)
     known.begin_search(is_provisional=True)
     known.give_buckets([list(range(len(list(ddp.parameters()))))], are_planned=True)
-    kept, dropped = Slot(str, Lifetime.MODULE), Slot(str, Lifetime.CODE)
+    kept, dropped = ModuleSlot(str, Lifetime.MODULE), ModuleSlot(str, Lifetime.CODE)
     for slot in (kept, dropped):
         slot.set(ddp, "something")
     state.forget_all()

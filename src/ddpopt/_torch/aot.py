@@ -25,10 +25,10 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
     whatever it compiles of that graph later: with one context for all sections it would find the
     last one's metadata. Guards and fake mode stay shared. Yields a function that makes the
-    section's first call, which has to be made inside this block, and gives the fake tensors that it
-    returns, with the strides that Inductor chose. It gives None if AOTAutograd compiled nothing, or
-    if the compiled code returns more than the section does: effect tokens, or the parts of a tensor
-    subclass, which the caller says it `has_parts` of.
+    section's first call, which has to be made inside this block, and returns the section's fake
+    outputs, with the strides that Inductor chose. That function returns None if AOTAutograd
+    compiled nothing, or if the compiled code returns more than the section does: effect tokens, or
+    the parts of a tensor subclass (the caller says by `has_parts` whether there are any).
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
@@ -45,8 +45,8 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
             return None
         if not has_parts and not names.TOKENS.get(metadata):
             return compiled(*args)
-        # The call is made all the same, since it is the first. It may raise: it takes a token or a
-        # part for an output, and makes a view of it.
+        # The call is made all the same: AOTAutograd expects a first call. That may raise where it
+        # takes a token or a part for an output, and makes a view of it.
         with contextlib.suppress(Exception):
             compiled(*args)
         return None
@@ -104,9 +104,9 @@ class CutsBackward(Protocol):
 
     @property
     def cache_key(self) -> str | None:
-        """Tells it, in any process, from all that would cut the same graph differently.
+        """A text that differs from other cutters' if these would cut the same graph otherwise.
 
-        None if the result must not come from a cache.
+        Equal in any process. None if the result must not come from a cache.
         """
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
@@ -120,7 +120,7 @@ class CutsBackward(Protocol):
     def make_backward(self, compiled: Sequence[Any], stored: Any) -> Callable[[list[Any]], Any]:
         """Return what AOTAutograd is to run, given what `compile_backward` returned.
 
-        It may have done so in another process: then the other methods are not called.
+        `compile_backward` may have run in another process: then only this method is called.
         """
 
 

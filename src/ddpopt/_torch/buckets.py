@@ -18,9 +18,9 @@ from ddpopt.errors import TorchDriftError
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether the Reducer has yet to form its final buckets; see [Note: buckets].
 
-    DDP keeps an attribute for that, but copies and pickles of a module inherit it, although each
-    has a Reducer of its own. So it is trusted only for Reducers that were seen before; for others
-    DDP's log decides, a step later.
+    A DDP module has an attribute that says so, but copies and pickles of the module inherit the
+    attribute, although each has a Reducer of its own. So the attribute is trusted only for a
+    Reducer that was seen before it rebuilt its buckets; for others DDP's log decides, a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.get(ddp), names.REDUCER.get(ddp)
     if not follows_arrival_order(ddp) or (has_rebuilt and reducer in _seen_before_rebuild):
@@ -34,7 +34,7 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
         return False
 
 
-# Both are of Reducers, and end with them: a module may get another one.
+# Sets of Reducers, not of modules: a module may get another Reducer.
 _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -109,7 +109,7 @@ def rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable
     """The function that `torch.compile` was given; for an original's method, its copy's."""
     original = names.ORIG_CALLABLE.get(function)
     # `torch.compile` puts a function around a method of a class that Dynamo skips, since torch 2.15
-    # also around that of `DistributedDataParallel.compile`. It will do so for the copy's again.
+    # also for `DistributedDataParallel.compile`. Compiling the copy's method puts one around that.
     if inspect.isfunction(original):
         wrapping_code = names.WRAP_INLINE.get().__code__.co_consts
         if original.__code__ in wrapping_code:

@@ -24,8 +24,8 @@ def live_ddp_modules() -> list[DistributedDataParallel]:
 
     One whose constructor has raised has no Reducer, and is left out.
     """
-    # The class is looked for among the bases, since asking it whether it is one, an abstract class,
-    # takes seconds for the objects of a large program.
+    # Not by `isinstance`: DDP derives from an abstract base class (`Joinable`), whose check takes
+    # seconds for the objects of a large program.
     modules = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     return [ddp for ddp in modules if names.REDUCER.find(ddp) is not None]
 

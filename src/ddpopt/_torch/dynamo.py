@@ -185,8 +185,9 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
 def forget_code(code: Sequence[Any]) -> None:
     """Make Dynamo give up code that it will never run again, so that its limits do not count it.
 
-    Dynamo does so itself when an object dies for which code was compiled. It keeps such code in its
-    list, and would count it for the current object; so the code is noted as another object's.
+    Dynamo itself gives up code that was compiled for an object when the object dies. Code given up
+    here stays in Dynamo's list, which would count it for the module that runs next; so the code is
+    noted as compiled for another object.
     """
     with names.doing_without(names.Need.GUARD):
         for manager in code:
@@ -312,7 +313,7 @@ def compiler_of(context: Any) -> Any:
 def compiled_by(callback: Any, module: nn.Module) -> nn.Module:
     """Return what `torch.compile` returns for a module, with this callback of Dynamo's.
 
-    It runs the code that was compiled by the `torch.compile` whose callback that is.
+    It runs the code that the callback's own `torch.compile` has compiled.
     """
     other = torch.compile(lambda: None, backend="eager")
     context = context_of(other)
@@ -393,8 +394,8 @@ def ends_in_graph_break(gm: fx.GraphModule) -> bool:
 def follows_graph_break() -> bool:
     """Whether the graph that is compiled now begins where another broke; True if nobody tells.
 
-    Code may have run in between that is not compiled. The graph before the break need not be there:
-    one without a call is not compiled.
+    Between the two graphs code may have run that is not compiled. There may be no graph before the
+    break: Dynamo compiles none that has no call.
     """
     with names.doing_without(names.Need.PREDICT):
         tracing = names.TRACING_CONTEXT.get().try_get()
@@ -491,8 +492,9 @@ def is_view(target: object) -> bool:
     return bool(names.IS_VIEW.get(target)) or target in unmarked
 
 
-# Parts of the names of ATen's operators: those in the tables of Inductor's pass `reinplace`, torch
-# 2.11 to 2.15, and those that it or a decomposition turns into them. test_facts.py compares.
+# Parts of the names of ATen's operators: of those in the tables of Inductor's pass `reinplace`,
+# torch 2.11 to 2.15, and of operators that the pass or a decomposition turns into one of these.
+# test_facts.py compares.
 _MAY_BECOME_IN_PLACE = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
 
 

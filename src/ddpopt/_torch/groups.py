@@ -16,11 +16,11 @@ from ddpopt._torch import names
 def making_groups_apart(name: str) -> Iterator[None]:
     """Let some ranks make a process group of this name in a block, with no part for the others.
 
-    torch names a group that only its members make by the number of groups that the rank is in.
-    That differs between ranks, which then wait for each other until their timeout; and it recurs
-    when groups are destroyed: then ranks look for connections that are gone. And if
-    `init_process_group` was given a device, NCCL splits a group off the default one, for which all
-    of its ranks have to call; without the device it makes a group by itself, when it is first used.
+    If only its members make a group, torch names it by the number of groups that the rank is in.
+    This number differs between ranks, which then wait for each other until their timeout. It also
+    comes again when groups are destroyed: then ranks look for connections that are gone. And if
+    `init_process_group` was given a device, NCCL splits the group off the default group, whose
+    ranks all have to call; without the device NCCL makes the group by itself, at its first use.
     """
     named = names.GROUP_NAME.replaced_by(lambda *_args, **_kwargs: name)
     with named, names.GROUP_DEVICE.replaced_by(None, dist.group.WORLD):
@@ -43,7 +43,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> Any:
 def store_of(group: dist.ProcessGroup) -> Any:
     """The store through which the ranks of a group found each other; None if torch knows of none.
 
-    So it is with a group that somebody else made, as torchft's is.
+    torch knows no store of a group that it did not make, such as torchft's.
     """
     find = names.GROUP_STORE.get()
     try:

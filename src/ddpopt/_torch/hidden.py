@@ -42,8 +42,9 @@ def calls_users_code(function: _Function) -> _Function:
 def hide_from_dynamo() -> None:
     """Keep Dynamo out of all of ddpopt's code from here on. Idempotent.
 
-    It imports Dynamo, so who registers hooks or loads the backend calls it, and no import does.
-    Without a name of torch's it warns, and Dynamo compiles more than it should.
+    This imports Dynamo, so it is called where hooks are registered or the backend is loaded, not
+    when ddpopt is imported. If torch has moved a name that it needs, it warns, and Dynamo compiles
+    more than it should.
     """
     with names.doing_without(names.Need.HIDE):
         _hide_from_tracing()
@@ -77,8 +78,8 @@ def _hide_from_tracing() -> None:
 def _hide_frames() -> None:
     """Make Dynamo run frames of ours, and what they call, as they are.
 
-    By its own rules for files, torch would skip only frames of ours themselves. It would look at
-    those of other packages and of generated code that ours call, compiled sections among them.
+    Dynamo's own rules for files would skip only our frames themselves. It would still compile the
+    frames that these call: of other packages, and of generated code such as compiled sections.
     """
     callback = names.CATCH_ERRORS.get()
     original = callback.__call__
@@ -97,8 +98,8 @@ def _hide_frames() -> None:
             return skipped_alone
         return skipped if _is_hidden(code.co_filename) else original(self, frame, *more)
 
-    # To find out who called the frame that it is given (`torch.compiler.disable(recursive=False)`),
-    # Dynamo looks beyond the frames of its own file; so this has to count as one of them.
+    # For `torch.compiler.disable(recursive=False)` Dynamo looks who called the frame, beyond frames
+    # of its own file. So `look_at` has to count as a function of that file.
     look_at.__code__ = look_at.__code__.replace(co_filename=original.__code__.co_filename)
     look_at.ddpopt_replaces = original  # type: ignore[attr-defined]
     callback.__call__ = look_at

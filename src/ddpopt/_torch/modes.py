@@ -91,8 +91,8 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return what comm hooks registered in Python may keep between buckets.
 
-    It is the state that they were registered with, and what is bound to them. The state of an
-    algorithm that was detached is none: DDP's allreduce keeps nothing.
+    For each hook: the state that it was registered with, and objects bound to it. Left out is the
+    hook of an algorithm that was detached, which only calls DDP's allreduce.
     """
     found: list[Any] = []
     for hook, state in _registered_hooks(ddp):
@@ -153,16 +153,16 @@ class CommHook(NamedTuple):
 
 
 def possible_hooks(ddp: DistributedDataParallel) -> list[CommHook]:
-    """The comm hook of the module's Reducer; several where it is one of these, which is not told.
+    """The comm hook of the module's Reducer; several if torch does not tell which of them it is.
 
-    A Reducer takes the first hook that it is given, and refuses all others. DDP's list has those as
-    well, and its log has the last one. If A is registered, then B, B is refused:
+    A Reducer takes the first hook that it is given, and refuses further ones. But DDP's list gets
+    refused hooks too, and DDP's log names the last hook. If A is registered, then B, B is refused:
 
         list [A, B], log "B", and A reduces gradients
 
-    A copy of a module, or a loaded one, has the list of the original, but a Reducer that has none
-    of these. If B is registered with a copy of a module that has A, B reduces gradients, and list
-    and log are the same as above.
+    A copy of a module, or a loaded one, has the original's list, but a Reducer without any hook. If
+    B is registered with a copy of a module that has A, B reduces gradients, with the same list and
+    log.
     """
     logged = str(log_of(ddp).get(names.COMM_HOOK.text, ""))
     if not logged:

@@ -74,10 +74,10 @@ def ddp_settings() -> Mapping[str, Any]:
 
 
 def find_unknown_setting(ddp: DistributedDataParallel) -> str:
-    """One that a new Reducer might lose, as in `its option=True`; "" if there is none.
+    """A setting of DDP's that a new Reducer might lose, as in `its option=True`; "" if none.
 
-    It is one that torch has had since a release that we do not know, with another value than the
-    default (of a property: None or False), or a value that the module does not show.
+    That is a setting of a release of torch that we do not know, if it has another value than the
+    default (of a property: None or False), or if the module does not show its value.
     """
     missing = object()
     for name, default in ddp_settings().items():
@@ -91,7 +91,10 @@ def find_unknown_setting(ddp: DistributedDataParallel) -> str:
 
 
 def find_changed_setting(ddp: DistributedDataParallel) -> str:
-    """One that the module has with another value than its Reducer, which a new one would have."""
+    """A setting that was changed on the module after its Reducer was made; "" if none.
+
+    A new Reducer would have the changed value.
+    """
     logged = log_of(ddp)
     for name in ("find_unused_parameters", "gradient_as_bucket_view"):
         if name in logged and bool(logged[name]) != bool(getattr(ddp, name)):
@@ -128,11 +131,11 @@ def replace_reducer(
 ) -> None:
     """Give `ddp` a new Reducer with these buckets, in launch order. Collective.
 
-    It has the same comm hook and options, see `KNOWN_SETTINGS`. Its first steps are behind it, so
-    that it takes part in nothing that the one before would not: see `pass_first_steps`.
+    The new Reducer has the same comm hook and options, see `KNOWN_SETTINGS`. It has been taken
+    through its first steps, in which Reducers communicate once more than later: see
+    `pass_first_steps`.
 
-    Whatever is raised, `ddp` has the buckets of before again, unless a PeerError says that it has
-    none.
+    If this raises, `ddp` has its former buckets again, unless a PeerError says that it has none.
 
     Args:
         ddp: the module; no gradient waits to be reduced.
@@ -141,13 +144,13 @@ def replace_reducer(
         num_arrivals: how often each gradient arrives in a backward of a static graph, on this rank,
             by parameter index; without those that never do. None if that is not known on some rank:
             then DDP has yet to learn it, in the next step.
-        settle: is called on all ranks behind each part that a rank does alone, with what this rank
-            has raised in it; raises on all ranks what one has raised.
+        settle: is called on all ranks after each part that a rank does alone, with the error that
+            this rank had in that part, or None; raises on all ranks if one had an error.
     """
 
     def do_alone(part: Callable[[], _T]) -> _T:
-        # All ranks are to have the same Reducer: if one cannot go on, for want of memory for one,
-        # no other may.
+        # All ranks are to have the same buckets: if one rank cannot make the Reducer, for want of
+        # memory, no other rank may.
         problem, done = None, None
         try:
             done = part()
@@ -183,21 +186,22 @@ def replace_reducer(
 class Formation(NamedTuple):
     """How a Reducer gets its buckets."""
 
-    # In launch order. None if the Reducer does not tell those that it has: one
-    # like it forms them as DDP's constructor does.
+    # In launch order. None if the present Reducer does not tell its buckets: then DDP forms a new
+    # one's as its constructor does.
     buckets: Sequence[Sequence[ParameterIndex]] | None
-    # DDP's two attributes with the limits of buckets; the second one is None where torch lacks it.
+    # The limits of buckets, as DDP keeps them in two attributes; `config` is None where torch lacks
+    # the second attribute.
     caps_bytes: Sequence[int]
     config: Any
     # How often each gradient arrives in the Reducer's first steps, in the order of arrival; None if
-    # it takes these steps in training.
+    # the Reducer is to take these steps in training.
     num_arrivals: Mapping[ParameterIndex, int] | None
 
 
 class Change:
     """A change of a module's Reducer, and the way back.
 
-    What can be found missing is found missing here, while the Reducer of before is in place.
+    If torch lacks a name that the change needs, this raises, while the former Reducer is in place.
     """
 
     def __init__(
@@ -246,7 +250,7 @@ class Change:
         num_arrivals: Mapping[ParameterIndex, int] | None,
     ) -> Mapping[ParameterIndex, int] | None:
         """The arrivals of a Reducer's first steps; None if it is to take these in training."""
-        # One that looks for unused parameters keeps the buckets that it is made with.
+        # A Reducer that looks for unused parameters keeps the buckets that it is made with.
         if not follows_arrival_order(self._ddp):
             return None
         arrival = list(itertools.chain.from_iterable(buckets))
@@ -297,21 +301,22 @@ class Change:
                 self._ddp.register_comm_hook(state, hook)
         manual = "require_manual_backward_finalization"
         if getattr(self._ddp, manual, False):
-            # The module remembers it; setting it tells the Reducer.
+            # The module keeps this setting, and tells a Reducer of it only when it is set.
             setattr(self._ddp, manual, True)
 
 
 def _drop_reducer(ddp: DistributedDataParallel) -> None:
     """Free the buckets of `ddp` before new ones are made.
 
-    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. They
-    would keep the Reducer alive, and so would its logger, which they have too.
+    `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. These
+    would keep the old Reducer alive, and so would the Reducer's logger, another of the attributes.
     """
     names.REMOVE_AUTOGRAD_HOOKS.get(ddp)()
     reducer, attributes = names.REDUCER.get(ddp), (names.REDUCER.name, names.LOGGER.name)
     for owner in gc.get_referrers(reducer):
         if isinstance(owner, dict) and owner.get(names.REDUCER.name) is reducer:
-            # Of dicts, those of the module and of functions. A program may have made others.
+            # Only if the dict is the `__dict__` of the module or of a function: a program may have
+            # dicts of its own that hold the Reducer.
             owners = gc.get_referrers(owner)
             if any(getattr(each, "__dict__", None) is owner for each in owners):
                 owner.update({name: None for name in attributes if name in owner})
@@ -320,7 +325,10 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
 def make_reducer(
     ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
 ) -> None:
-    """Give `ddp` a Reducer for these, as DDP's constructor does; some may be frozen by now."""
+    """Give `ddp` a Reducer for these parameters, as DDP's constructor does.
+
+    Parameters that were frozen since are reduced too, as by the Reducer before.
+    """
     is_sparse = [parameter.is_sparse for parameter in parameters]
     named = {parameter.index: parameter.name for parameter in parameters}
     with requiring_grad(tensors):
@@ -339,13 +347,14 @@ def pass_first_steps(
 ) -> None:
     """Take a new Reducer to where any other is from its third step on. Collective.
 
-    Each Reducer does something once. In its first backward it notes the order in which gradients
-    arrive, and the next forward with gradients, also that of an evaluation, forms buckets by it and
-    has rank 0 broadcast them. With a static graph a backward comes before that, in which it counts
-    how often each gradient arrives, and reduces them all at the end. In the first steps of a
-    training all ranks do the same. Later one of them may run a forward alone, or differentiate by
-    its input, so here these steps are taken while all ranks are together: gradients of zeros
-    arrive, and are reduced. None of the program's hooks runs, and its gradients stay.
+    What a Reducer does once: in its first backward it notes the order in which gradients arrive,
+    and in the next forward with gradients, also that of an evaluation, it forms buckets by that
+    order and has rank 0 broadcast them. With a static graph there is one more backward in front, in
+    which the Reducer counts how often each gradient arrives, and reduces all gradients at the end.
+    In the first steps of a training all ranks do the same. Later a rank may run a forward alone, or
+    differentiate by its input. So here these steps are taken while all ranks are together:
+    gradients of zeros arrive, and are reduced. None of the program's hooks runs, and the program's
+    gradients stay.
 
     Args:
         ddp: a module with a new Reducer, without comm hooks.

@@ -15,9 +15,9 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a call of `optimizer.step` runs the hooks that are registered on it.
 
     torch's constructor makes the hooks' dictionaries, and wraps the `step` of the optimizer's class
-    in a function that runs them. Wrappers may not call that constructor, and some of those make the
-    dictionaries themselves. A `step` that was set on the optimizer itself is not looked at:
-    learning rate schedulers set one, which calls that of the class.
+    in a function that runs them. An optimizer that wraps another one may not call torch's
+    constructor, and may still make the dictionaries itself. A `step` that was set on the optimizer
+    object is not looked at: learning rate schedulers set one, which calls the class's `step`.
     """
     plain = torch.optim.SGD([torch.empty(0)])
     if not (names.STEP_HOOKS.is_in(plain) and names.IS_HOOKED.is_in(type(plain).step)):

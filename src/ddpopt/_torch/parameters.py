@@ -41,8 +41,8 @@ _reduced = weakref.WeakKeyDictionary()
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """The parameters that the Reducer reduces, in its order, shared ones once.
 
-    They are those that required gradients when it was made, even if they are frozen now, have
-    another name, or are in the module no more.
+    These are the parameters that required gradients when the Reducer was made, even if they are
+    frozen now, have another name, or are in the module no more.
 
     Raises:
         TorchDriftError: it is not known in which order the Reducer has them.
@@ -51,7 +51,7 @@ def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Param
     if reducer in _reduced:
         return _describe(_reduced[reducer])
     buckets = ask_buckets(ddp)
-    if buckets is None:  # ask again next time; they are those that still require gradients
+    if buckets is None:  # taken to be those that require gradients now; asked again next time
         trained = _required_tensors(ddp)
         return _describe(_name(ddp, _kept_order(ddp, trained) or trained))
     _reduced[reducer] = tuple(_name(ddp, _reducers_order(ddp, buckets)))
@@ -103,7 +103,7 @@ def plain_names(names_of_module: Iterable[str]) -> dict[str, str]:
 def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """The names by which the module has its parameters now.
 
-    Those of `reducer_parameters` are `plain_names`, and may be older ones.
+    The names in `reducer_parameters` are `plain_names`, as they were when these were first asked.
     """
     return {tensor: name for name, tensor in ddp.module.named_parameters()}
 
@@ -140,9 +140,9 @@ def _reducers_order(
 ) -> Sequence[torch.Tensor]:
     """The tensors in the Reducer's buckets in the order of its own list.
 
-    Nobody has that list. DDP keeps one of the module's parameters from its construction, but a copy
-    of a DDP module has the original's, and the module may have changed in between. So what is taken
-    is compared with the buckets.
+    torch does not show that list. DDP keeps the module's parameters from its construction, but a
+    copy of a DDP module keeps the original's, and the module may have changed in between. So a
+    list that is taken for the Reducer's is compared with the buckets.
     """
     members = [tensor for bucket in buckets for tensor in bucket]
     logged = logged_buckets(ddp) if follows_arrival_order(ddp) else None
@@ -190,7 +190,8 @@ def _in_order(
 def _could_be_formed(buckets: TensorsOfBuckets, order: Sequence[torch.Tensor]) -> bool:
     """Whether DDP may have formed these initial buckets of parameters in this order.
 
-    In each they are in that order, and buckets are sorted by their first, from last to first.
+    In an initial bucket parameters are in that order, and the buckets are sorted by their first
+    parameter, from the last one to the first.
     """
     index_of = {tensor: index for index, tensor in enumerate(order)}
     indices = [[index_of[tensor] for tensor in bucket] for bucket in buckets]

@@ -116,8 +116,9 @@ def num_used_map_resets(ddp: DistributedDataParallel) -> int | None:
     """How often the Reducer has reduced, and cleared, its map of the parameters that were used.
 
     Backwards under no_sync mark parameters in the map as well; while this number is unchanged, the
-    marks are still there. It is the version of the map's tensor, which clearing changes and marking
-    does not. None if the Reducer does not look for unused parameters, or has a static graph.
+    marks are still there. The number is the version of the map's tensor, which clearing changes
+    and marking does not. None if the Reducer does not look for unused parameters, or has a static
+    graph.
     """
     if follows_arrival_order(ddp):
         return None
@@ -133,8 +134,8 @@ def awaits_static_graph(ddp: DistributedDataParallel) -> bool:
 def used_in_static_graph(ddp: DistributedDataParallel) -> set[int]:
     """The parameters, by index, that got a gradient on some rank in the first backward.
 
-    One for which a function of the program's returns None is not among them, though this arrives:
-    DDP leaves it without a gradient.
+    A parameter for which an `autograd.Function` returns None is left out: the None arrives, but DDP
+    leaves the parameter without a gradient.
     """
     num_ranks = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))().tolist()
     return {index for index, num in enumerate(num_ranks) if num}

@@ -85,7 +85,7 @@ def queue_callback() -> Callable[[Callable[[], None]], None]:
 
 
 def run_in_backward(call: Callable[[], None]) -> None:
-    """Call a function in a backward of its own, in this thread, and end that."""
+    """Run a backward, in this thread, that does nothing but call a function."""
     with torch.enable_grad():
         # On the CPU, since autograd has threads of its own for other devices.
         root = torch.zeros((), device="cpu", requires_grad=True)

@@ -40,7 +40,8 @@ _EXIT_S = 10.0
 class FairLock:
     """A lock that goes to whoever has waited longest, as training wants it back right away.
 
-    On an accelerator (untried) the stream of who acquires it waits for what was queued before.
+    On an accelerator (untried) the stream of a thread that acquires the lock waits for what was
+    queued when the lock was last released.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -198,8 +199,7 @@ class AveragingLoop:
     def _reduce(self, values: torch.Tensor, communicator: Communicator, op: Any) -> None:
         """Reduce `values` over all ranks, in place; stop if the thread was told to end.
 
-        It looks again and again whether that has ended: a thread that waits inside torch cannot be
-        told to end.
+        It polls the collective, since a thread that waits inside torch cannot be told to end.
         """
         if self._is_over.is_set():
             raise _OverError
@@ -306,7 +306,8 @@ class AsyncModelAverageHandle(Handle):
             self._loop.weights_lock.release()
 
     def begin_pause(self) -> None:
-        self._release_lock()  # a forward without an update has it, and a round may want it
+        # After a forward without an update training still has the lock, for which a round may wait.
+        self._release_lock()
         if not self._is_aborted:
             with self._communicating():
                 self._loop.stop()

@@ -101,9 +101,10 @@ def _check(training: Training, algorithm: Any) -> None:
 
 
 def _check_nodes(training: Training, algorithm: Algorithm[Any]) -> None:
-    """Raise OptionError if ranks would count as one node that are of several.
+    """Raise OptionError if ranks of several nodes would count as one node.
 
-    LOCAL_WORLD_SIZE is of all ranks that were started, of which DDP's group may be a part.
+    LOCAL_WORLD_SIZE counts all ranks of a node that were started, and DDP's group may have only
+    some of them.
     """
     ranks_per_node = algorithm.ranks_per_node(training.group.size())
     is_given = getattr(algorithm, "local_world_size", None) is not None
@@ -136,7 +137,7 @@ def _check_is_alone(training: Training) -> None:
     """Raise AttachError if another DDP module shares a parameter with this one."""
     if _find_shared(training) is None:
         return
-    # A module that was wrapped before may only wait to be collected.
+    # An earlier DDP module around the same model may only wait to be collected.
     gc.collect()
     shared = _find_shared(training)
     if shared is not None:

@@ -7,14 +7,16 @@
 
 A daemon thread that comes back from a wait inside torch when the interpreter has begun to end is
 killed within a C++ function that may not be left this way, and the process aborts: with SIGABRT in
-place of its exit code. So does a thread of gloo that lets go of a tensor then. So threads are
-started here, a collective that nobody waits for any more is left here (`leave_in_flight`), and
-before the interpreter ends each thread is told to end, and all are waited for, `EXIT_S` at most.
+place of its exit code. It aborts as well if a thread of gloo frees a tensor at that moment. So
+threads are started here, a collective that nobody waits for any more is left here
+(`leave_in_flight`), and before the interpreter ends each thread is told to end, and all are waited
+for, `EXIT_S` at most.
 
-That is done by `atexit`: its functions run when the main thread is over, with whatever it raised,
-and other threads of users are too, but daemon threads still run. What users registered after they
-had imported ddpopt.algorithms runs before, and may still call `detach`. (A thread that is no daemon
-would be joined before all of these, without a limit.)
+An `atexit` function does that. Such functions run when the main thread has returned or raised, and
+users' threads that are no daemons are over, but daemon threads still run. Functions that users
+registered after they had imported ddpopt.algorithms run before ours, and may still call `detach`.
+(If our threads were no daemons, they would be joined before all of these functions, without a
+limit.)
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ import torch.distributed as dist
 
 from ddpopt import _logs
 
-# At exit, for all that is in flight. The other ranks end too in most cases, and then what they do
-# not take part in fails at once; the limit is for one that hangs.
+# At exit, for all that is in flight. Mostly the other ranks end too, and a collective fails at once
+# when another rank ends without taking part; the limit is for a rank that hangs.
 EXIT_S = 10.0
 # By how much longer rank 1 waits than rank 0, and so on: a rank that gives up closes its
 # connections, and where another one has given up at the same moment, its thread would come back
@@ -57,20 +59,22 @@ class _Left(NamedTuple):
     group: dist.ProcessGroup
 
 
-# Threads that have not ended, with what tells each to end. An entry belongs to its thread: neither
-# outlives it, nor is held by it longer than it runs.
+# Threads that have not ended, each with the function that tells it to end. A thread's entry is
+# removed when the thread ends.
 _threads: dict[threading.Thread, Callable[[], object]] = {}
-# Collectives that were left. They outlive the handle that they are of, until they are over, and
-# the next one is left or the next thread is started: most are left when a rank has failed, once.
+# Collectives that were left. They outlive the handle that started them. Those that are over are
+# dropped when the next collective is left or the next thread is started: rarely, but a collective
+# is mostly left because a rank has failed.
 _left: list[_Left] = []
-# The process whose these are, by its id: a process that is forked from it has none of them.
+# The id of the process that has these threads and collectives: a fork of it has none of them.
 _process = [os.getpid()]
 
 
 def start_thread(name: str, run: Callable[[], None], end: Callable[[], object]) -> threading.Thread:
     """Start a thread that communicates.
 
-    `end` makes `run` return after what it is at, and is called at exit, when no more can be begun.
+    `end` makes `run` return when its present task is done. It is called at exit, from when on no
+    thread can be started.
     """
 
     def run_listed() -> None:
@@ -127,7 +131,7 @@ def _end_all() -> None:
         )
     for left in _in_flight():
         # Else the interpreter, as it ends, destroys the group, which waits for the collective.
-        # What threads are still at they keep themselves.
+        # (A collective that a thread still waits for is kept alive by that thread.)
         for kept in (left.values, left.group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     time.sleep(_POLL_S)

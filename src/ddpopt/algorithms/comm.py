@@ -217,8 +217,8 @@ def _make_group(
 class FlatWeights:
     """Parameters as a few flat tensors, each of one dtype and device.
 
-    None is larger than `bucket_bytes`, if given, except where one parameter alone is, which has a
-    tensor of its own.
+    No tensor is larger than `bucket_bytes`, if given, except of one parameter that is larger by
+    itself.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int | None = None) -> None:
@@ -226,7 +226,7 @@ class FlatWeights:
         self._buckets: list[list[torch.Tensor]] = []
         for parameter in parameters:
             if not parameter.numel():
-                continue  # a tensor of such ones alone would have no range of codes
+                continue  # a flat tensor without elements would have no range of codes
             kind = (parameter.dtype, parameter.device)
             bucket = open_buckets.get(kind, [])
             is_full = bucket_bytes and sum(p.nbytes for p in (*bucket, parameter)) > bucket_bytes
@@ -248,15 +248,15 @@ class FlatWeights:
 
     @torch.no_grad()
     def move(self, sent: Sequence[torch.Tensor], mean: Sequence[torch.Tensor]) -> None:
-        """Move the parameters by the difference between `mean` and what `sent` had of them.
+        """Add to the parameters `mean - sent`, the change that averaging the sent weights made.
 
-        So what was written to them since then is kept. An element that is still what was sent
-        becomes the mean itself, bitwise. Where the difference is not finite, what was written
-        stays: it may be the checkpoint that replaces a NaN.
+        So what was written to the parameters after they were sent is kept. An element that was not
+        written to becomes the mean itself, bitwise. An element whose change is not finite keeps
+        what was written: it may be of the checkpoint that replaces a NaN.
         """
         pairs = zip(self._pairs(sent), self._pairs(mean), strict=True)
         for (parameter, before), (_, average) in pairs:
-            # Mostly nothing was written. To learn that of an accelerator would be to wait for it.
+            # Mostly nothing was written. On an accelerator, to ask would be to wait for the device.
             if parameter.device.type == "cpu" and torch.equal(parameter, before):
                 parameter.copy_(average)
                 continue
@@ -283,9 +283,10 @@ class Worker:
     """Runs tasks in the order of submission, which has to be the same on all ranks.
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
-    submitted; who waits for a result has its own stream wait too. `close` ends the thread after the
-    queued tasks, and so does the end of `owner`, to which tasks may refer, and that of the process,
-    which waits for them, see [Note: the end of a process]. After that `submit` raises AttachError.
+    submitted; who waits for a result has its own stream wait too. The thread ends after the queued
+    tasks once `close` is called, `owner` is collected (tasks may refer to it), or the process ends,
+    which waits for the tasks, see [Note: the end of a process]. After that `submit` raises
+    AttachError.
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:

@@ -374,7 +374,7 @@ class Handle:
             return  # a micro-batch under no_sync
         if self._is_open and not self._has_run_backward:
             return  # one more forward before the same backward
-        # The step before this one is over. Did an update of it go unnoticed, or not come at all?
+        # A new step begins. Has the last one's update gone unnoticed, or has there been none?
         self._updates.check(self.algorithm.name, self.num_steps)
         self.settle()
         if ddp.training:
@@ -398,8 +398,8 @@ class Handle:
 
     def on_bucket(self, bucket: Bucket) -> GradientFuture:
         """Reduce a bucket whose gradients are complete, as DDP's comm hook."""
-        # A forward in eval mode has not begun its step. Under `no_sync` there is none, although DDP
-        # reduces where a backward of an older forward runs there.
+        # After a forward in eval mode the step has yet to be opened. Under `no_sync` no step is
+        # opened, although DDP reduces there too: in the backward of a forward from before.
         is_step = self.training.ddp.require_backward_grad_sync and not self._num_pauses
         if is_step and not self._is_open:
             self._open()
@@ -425,7 +425,7 @@ class Handle:
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Prepare for an optimizer's update, `step(*args, **kwargs)`; `args` begins with it."""
+        """Prepare for an update, `step(*args, **kwargs)`; `args` begins with the optimizer."""
         self._updates.begin_given(optimizer)
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
             raise OptionError(

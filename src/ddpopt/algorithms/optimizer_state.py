@@ -34,15 +34,15 @@ from ddpopt.ranks.agree import communicating, decide_on_rank_0, require_equal
 _REMEDY = "load the same checkpoint on all ranks before attach, or on none"
 _WHAT = "sending the optimizer states of rank 0"
 
-# Equal to what is sent in their place if their values are, and nobody's to change.
+# Values of these types can be sent: they are immutable, and a copy is as good as the original.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """A leaf that is a tensor, or consists of some: what is sent one by one."""
+    """A leaf that is a tensor, or a subclass made of several, which are sent one by one."""
 
-    kind: str  # of the leaf; a plain tensor is ""
+    kind: str  # `text_of` a subclass's tensor; "" for a plain tensor
     parts: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     is_on_cpu: bool
 
@@ -72,7 +72,7 @@ class _State:
     # The containers, pickled, with numbers in place of leaves; None if they cannot be pickled, such
     # as a defaultdict with a lambda.
     containers: bytes | None
-    # What it is the state of, if that is no parameter.
+    # The key in `optimizer.state`, if it is no parameter.
     key: Any = None
 
 
@@ -141,7 +141,7 @@ def _keys(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def _keeps_a_share(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's state is that of another one, of which each rank has a share."""
+    """Whether an optimizer has on each rank the states of a share of the parameters."""
     module = sys.modules.get("torch.distributed.optim")  # else nobody uses it
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
@@ -179,9 +179,9 @@ def _describe_leaf(leaf: Any) -> _Leaf:
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors to send of a tensor; none if it has no values that can be sent.
+    """The plain tensors of which a tensor consists; none if its values cannot be sent.
 
-    A class may make one of several, such as codes and their scales, as torchao's optimizers do.
+    A subclass may consist of several, as torchao's optimizers have codes and their scales.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -231,7 +231,7 @@ def _check(
 
 
 def _are_alike(leaf: _Leaf, own: _Leaf | None) -> bool:
-    """Whether what rank 0 has can be written to what this rank has, or is equal to that."""
+    """Whether this rank's leaf can be overwritten with rank 0's, or is equal to it."""
     if isinstance(leaf, _Tensors) and isinstance(own, _Tensors):
         return (leaf.kind, leaf.parts) == (own.kind, own.parts)
     return leaf == own
@@ -318,7 +318,7 @@ def _receive_tensors(
         try:
             part.copy_(sent)
         except RuntimeError as error:
-            # It is one of inference mode, or several of its elements are one number in memory.
+            # `part` is an inference tensor, or is expanded: several of its elements share memory.
             if part is leaf:
                 leaf = sent.to(leaf.device)
             else:

@@ -1,10 +1,10 @@
 """Updates of the model that an algorithm would otherwise not see.
 
-A handle learns of an update from the hooks of the optimizers that `attach` was given. Two things
-can go past it. An optimizer that was not given may update the model, such as one that was made
-anew; for that all optimizers of the process are watched. Or the `step` of one that was given was
-replaced by a function that calls no hooks; then weights change and no hook was called. A load of a
-checkpoint looks the same, so optimizers that have called a hook once are not checked for this.
+A handle learns of an update from the hooks of the optimizers that `attach` was given. Two kinds of
+updates call none of these hooks. An optimizer that was not given may update the model, such as one
+that was made anew: for that all optimizers of the process are watched. Or a given optimizer's
+`step` was replaced by a function that calls no hooks: then weights change without a hook. A load of
+a checkpoint looks the same, so an optimizer that has called its hooks once is not checked for this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UpdateWatch:
         self._training = training
         # A backward outside of `paused` has begun to reduce gradients since the last forward.
         self._is_update_expected = False
-        # The same of before `paused`, in which updates are the user's own affair.
+        # What `_is_update_expected` was before `paused`, in which users may update as they like.
         self._was_expected_before_pause = False
 
         # ---- Optimizers that were not given ----
@@ -43,7 +43,7 @@ class UpdateWatch:
         self._num_given_running = 0
         # Other optimizers whose update is running, with the `_num_given_begun` of when it began.
         self._others_running: dict[torch.optim.Optimizer, int] = {}
-        # The class of one that should have been given; "" if there was none.
+        # The class of an optimizer that has updated the model and was not given; "" if none has.
         self._stranger = ""
 
         # ---- Given optimizers whose `step` was replaced ----
@@ -142,14 +142,14 @@ class UpdateWatch:
         if not self._is_update_expected:
             return
         if self._num_given_running:
-            # It is called by a given one and part of its update, as with ZeroRedundancyOptimizer.
+            # A given optimizer calls this one in its own update, as ZeroRedundancyOptimizer does.
             return
         if optimizer not in self._training.optimizers and self._updated_by(optimizer):
             self._others_running[optimizer] = self._num_given_begun
 
     def end_any(self, optimizer: torch.optim.Optimizer) -> None:
         num_given_begun = self._others_running.pop(optimizer, None)
-        # If a given one has begun meanwhile, this is a wrapper, which called it.
+        # If a given optimizer has begun meanwhile, this one is a wrapper that called it.
         if num_given_begun == self._num_given_begun:
             self._stranger = type(optimizer).__name__
 
@@ -163,8 +163,8 @@ class UpdateWatch:
 
 # All handles share one pair of the process's hooks. Neither the set nor the hooks keep a handle
 # alive. Hooks are not removed when a handle is collected: torch may be walking over them just then.
-# So they may outlive all handles, until the next one that is detached, and do nothing meanwhile. A
-# watch is of a handle, which several process groups may have one of: no rank compares what is here.
+# So the hooks may stay without any handle, and do nothing, until the next handle is detached.
+# Handles may be of several process groups, so `_watches` may differ between ranks.
 _watches: weakref.WeakSet[UpdateWatch] = weakref.WeakSet()
 _hooks_of_all: list[Any] = []
 

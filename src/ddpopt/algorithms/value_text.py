@@ -1,7 +1,7 @@
-"""Values of users as texts that are equal in all processes where the values are.
+"""Users' values as texts: equal values have equal texts in all processes.
 
-`str` is no such text: that of a function or of an object without one of its own has its address,
-and that of a set of strings has the order of this process's hashes.
+`repr` does not give such texts: that of a function, or of an object whose class has no `__repr__`,
+has its address, and that of a set of strings has the order of this process's hashes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _MOST_VALUES = 2000
 _LONGEST_SHOWN = 200
 _MOST_NUMBERS_SHOWN = 16
 
-# What these know of differs between equal ranks, such as weights before `attach`.
+# Objects of these types differ between equal ranks, as weights do before `attach`, so only their
+# types are compared.
 _BY_TYPE_ONLY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, io.IOBase)
 _AS_THEY_ARE = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype)
 _FUNCTIONS = (
@@ -130,7 +131,10 @@ def _known_text(value: Any) -> str | None:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes that make an object what it is; of one with a text and no `__dict__`, none."""
+    """The attributes that tell an object from others of its class.
+
+    Empty for an object without `__dict__` whose class has a `__repr__`: that tells all.
+    """
     if dataclasses.is_dataclass(value):
         fields = [field for field in dataclasses.fields(value) if field.compare]
         return {f.name: getattr(value, f.name) for f in fields if hasattr(value, f.name)}
@@ -140,7 +144,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
         slots = {slot for each in type(value).__mro__ for slot in getattr(each, "__slots__", ())}
         return {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name)}
     attributes: dict[str, Any] = vars(value)
-    # What was computed when somebody asked for it may have been on some ranks only.
+    # A cached property may have been computed on some ranks only.
     computed = {
         name
         for name in attributes

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
 from ddpopt.checks.copies import is_compiled_by_us
 from ddpopt.checks.verify import BrokenOffError, verify
@@ -19,7 +19,7 @@ from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
 # The modules that were verified, or of which a line said why they were not. It is once for each.
-_is_settled: Slot[bool] = Slot(bool, Lifetime.MODULE)
+_is_settled: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 
 
 def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:

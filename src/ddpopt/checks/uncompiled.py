@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt.checks.copies import is_compiled_by_us
@@ -66,9 +66,9 @@ class _FirstForward(Subscriber):
 
 
 # Whether a module was warned of, or had all compiled that was to be.
-_are_warned_of: Slot[bool] = Slot(bool, Lifetime.MODULE)
+_are_warned_of: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 # What the warning said, "" where there was none.
-_warnings: Slot[str] = Slot(str, Lifetime.MODULE)
+_warnings: ModuleSlot[str] = ModuleSlot(str, Lifetime.MODULE)
 
 
 def warning_of(ddp: DistributedDataParallel) -> str:

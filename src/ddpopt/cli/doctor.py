@@ -163,8 +163,8 @@ def _report_one(findings: Findings) -> Report:
 def report_all(by_rank: Mapping[int, Findings], num_ranks: int) -> Report:
     """How many ranks are well, and a row for whatever several of them found alike.
 
-    Ranks without findings were not heard of. A check's row of most ranks is always there; of those
-    that differ from it, at most `_MOST_ROWS` are shown, problems first.
+    Ranks without findings were not heard of. For each check there is a row for what most ranks
+    found, and at most `_MOST_ROWS` rows for what other ranks found instead, problems first.
     """
     hosts = {rank: findings.host for rank, findings in by_rank.items()}
     num_well = sum(findings.is_well for findings in by_rank.values())
@@ -305,7 +305,7 @@ def _compiler() -> Check:
 
 
 def _look(name: str, found: str | None, problem: str, remedy: str) -> Check:
-    """A check that is fine with what was `found`, and a problem if that is nothing."""
+    """A check of something that has to be there: fine if it was `found`, otherwise a problem."""
     return Check(name, found) if found else Check(name, problem, remedy)
 
 

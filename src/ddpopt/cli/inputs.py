@@ -125,8 +125,8 @@ def blaming(what: str) -> Iterator[None]:
     except DDPOptError:
         raise
     except Exception as error:
-        # Whatever the user's module, factory or model raises. The place is the last line that is
-        # neither torch's nor ours, which only called it.
+        # Whatever the user's module, factory or model raises. The place to blame is the last frame
+        # that is neither torch's nor ours: both only call the user's code, or are called by it.
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
         frame = (own or frames)[-1]

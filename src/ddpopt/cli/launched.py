@@ -1,8 +1,8 @@
 """What each rank of a launched command found, sent to rank 0, which speaks for all of them.
 
-Ranks meet in the launcher's store alone: no process group is formed, whose network is often what is
-wrong. Each rank but rank 0 writes one value; rank 0 reads them one by one, misses those that have
-written none in time, and writes the exit status of all.
+Ranks meet in the launcher's store alone. No process group is formed: its network is often what is
+wrong. Each rank but rank 0 writes one value. Rank 0 reads the values one by one, does without those
+that do not come in time, and writes the exit status of all ranks.
 """
 
 from __future__ import annotations

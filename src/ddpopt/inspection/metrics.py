@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt.errors import Reason
 from ddpopt.planning import rebucket, tuner
 from ddpopt.split import state
@@ -82,9 +82,11 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
 
 
 # After a reset, which has everything compiled anew, a new one begins.
-_clocks: Slot[IterationClock | None] = Slot(lambda: None, Lifetime.CODE)
+_clocks: ModuleSlot[IterationClock | None] = ModuleSlot(lambda: None, Lifetime.CODE)
 # A function for each module that finds what adds to its metrics.
-_sources: Slot[Callable[[], Source | None]] = Slot(lambda: lambda: None, Lifetime.MODULE)
+_sources: ModuleSlot[Callable[[], Source | None]] = ModuleSlot(
+    lambda: lambda: None, Lifetime.MODULE
+)
 
 
 def set_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 from ddpopt import _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import count, format_bytes
 from ddpopt._torch import Forward
 from ddpopt.inspection.recording import RecordedSection, RecordedStep, Recording
@@ -54,7 +54,7 @@ _NO_STEPS = (
 
 
 # The last one of each module.
-_recordings: Slot[Recording | None] = Slot(lambda: None, Lifetime.CODE)
+_recordings: ModuleSlot[Recording | None] = ModuleSlot(lambda: None, Lifetime.CODE)
 
 
 def recording_of(ddp: DistributedDataParallel) -> Recording | None:

@@ -1,8 +1,8 @@
 """A warning where most gradients leave late, once training has settled: how many, and why.
 
-Each graph that stays whole has its line in the log, at INFO where that lies in the graph. If graph
-breaks leave a model in pieces that have parameters of one bucket each, or one of them has nearly
-all of backward, nobody would hear that there is no overlap.
+A graph that stays whole for a reason of its own is logged at INFO only, graph by graph. So if graph
+breaks leave a model in pieces with parameters of one bucket each, or with nearly all of backward in
+one piece, nobody would hear that there is no overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import format_bytes, shorten
 from ddpopt._torch import Forward
 from ddpopt.errors import Reason
@@ -35,32 +35,32 @@ from ddpopt.steps.forwards import (
 _NUM_SETTLED = 5
 # Gradients leave early if this part of backward is still to come: less hides little.
 _STILL_TO_COME = 0.1
-# The share of gradients that have to leave early, or have to be in the last section, for silence.
+# There is a warning unless this share of gradients leaves early, or is in the last section.
 _ENOUGH = 0.5
 
 # Whether the warning was given; once for each module.
-_are_told: Slot[bool] = Slot(bool, Lifetime.MODULE)
+_are_told: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departures:
-    """When the gradients of one backward leave, in bytes."""
+    """How many bytes of gradients leave a backward early, and why the others do not."""
 
     total_bytes: int
     # Of buckets that are complete while much of backward is still to come.
     early_bytes: int
     # Of gradients that are final only in the last part of a backward that was cut.
     last_bytes: int
-    # Of gradients that are final early, in a bucket that is not complete then, or stands behind one
-    # that is not.
+    # Of gradients that are final early, but whose bucket, or an earlier bucket, is complete late.
     waiting_bytes: int
-    # Of gradients that a graph makes which stays whole, for each reason, and those graphs.
+    # Of gradients of graphs that stay whole, by the reason.
     whole_bytes: dict[Reason, int] = field(default_factory=dict)
+    # The names of these graphs, by the reason.
     graphs: dict[Reason, list[str]] = field(default_factory=dict)
 
     @property
     def is_low(self) -> bool:
-        """Whether most gradients leave late for other reasons than that a backward has an end."""
+        """Whether most gradients leave late, and not just because something has to be last."""
         enough_bytes = _ENOUGH * self.total_bytes
         return self.early_bytes < enough_bytes and self.last_bytes < enough_bytes
 
@@ -92,17 +92,18 @@ def find_departures(
 ) -> Departures:
     """When gradients leave in the backward of a forward.
 
-    Of parameters that no graph uses, those of the loss come first, and those of layers that run
-    eagerly when eager DDP would have them, so nothing is taken to wait for them.
+    No bucket is taken to wait for a parameter that no graph uses: the loss's parameters arrive
+    first, and a layer that runs eagerly releases its gradients as early as in eager DDP.
 
     Args:
         runs: the graphs that ran, in forward order, each with the parameters that it uses.
         buckets: the Reducer's, in launch order.
     """
-    # What backward runs, in that order: the graph and how many calls it has. A graph that stays
-    # whole counts by the calls of its forward, others by those of what was cut: a rough measure.
+    # The sections and whole graphs that backward runs, in that order, each with its graph's cut and
+    # the number of its calls: a rough measure of its time. A graph that stays whole, or is cut in
+    # forward, counts by its forward's calls.
     units: list[tuple[Cut, int]] = []
-    # The last unit that has a part of each parameter's gradient.
+    # For each parameter, the last unit in which its gradient is computed.
     unit_of: dict[ParameterIndex, int] = {}
     for cut, used in reversed(runs):
         sections = cut.sections or (cut.as_one_section(),)

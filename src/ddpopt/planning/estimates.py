@@ -48,7 +48,7 @@ from ddpopt.planning.randomness import same_randomness
 from ddpopt.split.nodes import call_nodes, leaves, may_be_fused, name_of
 
 _MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# They read as much of their first input as they write.
+# Operators that read of their first input only as many bytes as they write.
 _GATHERS = frozenset({"embedding", "gather", "index", "index_select"})
 
 
@@ -62,10 +62,11 @@ def estimate(
     """The profile of one iteration as a device with these rates would run it.
 
     Calls run one after another in the order of eager autograd; see [Note: costs of a call]. Forward
-    ends where the loss is computed. A parameter that the loss does not depend on is ready at the
-    end of backward; but if the loss is only the sum of outputs, at its beginning: it is the
-    training's loss then that uses it, outside of the model, or else DDP would refuse it (unless
-    its graph is static). The current autocast and the model's current mode (train or eval) apply.
+    ends where the loss is computed. The gradient of a parameter that the loss does not depend on is
+    ready at the end of backward. But if the loss is only the sum of outputs, for want of another,
+    it is ready at the beginning: the training's own loss is taken to use the parameter, since DDP
+    refuses unused ones (unless the graph is static, when the end counts here too). The current
+    autocast and the model's current mode (train or eval) apply.
     The model, what it holds, and the random number states of torch, Python and numpy are left
     unchanged.
 
@@ -104,18 +105,20 @@ def estimate(
         first = next(iter(trained.values()))
         device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
     costs = call_costs(graph, device)
-    # Each time is that behind so many calls: behind none a value is ready at once, such as an input
-    # that is passed through; the last time is the end of backward. A gradient may precede the loss
-    # if it does not depend on its value.
+    # `ends_s[n]` is the time at which the first n calls have run. A value that no call makes, such
+    # as an input that is passed through, is ready at `ends_s[0]`. The last time is the end of
+    # backward. A gradient that does not depend on the loss's value may be ready before the loss.
     ends_s = [0.0, *itertools.accumulate(cost.seconds for cost in costs.values())]
     ends_s.append(ends_s[-1])
     num_calls_to = {name: number for number, name in enumerate(costs, 1)}
     forward_s = ends_s[num_calls_to.get(made_loss.name, 0)]
     ddp = _torch.unwrap_compiled(model)
     may_be_unused = isinstance(ddp, DistributedDataParallel) and ddp.static_graph
-    num_without_gradient = 0 if is_stand_in and not may_be_unused else len(costs) + 1
+    # An unused parameter: used by the training's own loss, at the beginning of backward, or by
+    # nothing.
+    num_calls_to_unused = 0 if is_stand_in and not may_be_unused else len(costs) + 1
     ready = {
-        name: num_without_gradient if node is None else num_calls_to.get(node.name, 0)
+        name: num_calls_to_unused if node is None else num_calls_to.get(node.name, 0)
         for name, node in zip(trained, made, strict=True)
     }
     gradients = tuple(
@@ -153,9 +156,9 @@ def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
 
 
 def wrapped_module(model: nn.Module) -> nn.Module:
-    """The module that a DDP module wraps, compiled or not; a model that is none itself.
+    """The module inside a DDP module, compiled or not; any other model as it is.
 
-    So names are those of what DDP wraps, and DDP's forward takes no part.
+    So parameters have the same names with and without DDP, and DDP's own forward is not traced.
     """
     ddp = _torch.unwrap_compiled(model)
     return ddp.module if isinstance(ddp, DistributedDataParallel) else model
@@ -166,10 +169,10 @@ def _trace(
 ) -> tuple[fx.Graph, dict[str, torch.Tensor], bool]:
     """Trace forward and backward into one graph of aten operations.
 
-    The graph returns the loss and the gradients of the parameters, None for an unused one. The
-    parameters are returned too, by `plain_names`; those of a model on the meta device as fake
-    tensors on the device traced for.
-    Last comes whether the loss is the sum of outputs, for want of another.
+    Returns the graph, which returns the loss and a gradient for each trained parameter (None if the
+    loss does not depend on the parameter); the trained parameters by `plain_names`, which for a
+    model on the meta device are fake tensors on the device traced for; and whether the loss is the
+    sum of outputs, for want of another.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import format_ms
 from ddpopt._torch import Forward
 from ddpopt.planning.rebucket import find_lasting_obstacle, plan_of
@@ -42,20 +42,20 @@ class Wait(NamedTuple):
 
 
 # None until the steps are over.
-_waits: Slot[Wait | None] = Slot(lambda: None, Lifetime.MODULE)
+_waits: ModuleSlot[Wait | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 # The hint, "" if there is none to give, and None until somebody has begun to watch for it.
-_hints: Slot[str | None] = Slot(lambda: None, Lifetime.MODULE)
+_hints: ModuleSlot[str | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 
 
 def wait_of(ddp: DistributedDataParallel) -> Wait | None:
-    """How long its iterations waited; None before it is known, and on ranks that do not log it."""
+    """How long a module's iterations waited; None until known, and on ranks that log no hint."""
     return _waits.get(ddp)
 
 
 def hint_of(ddp: DistributedDataParallel) -> str:
     """What to do where iterations wait for a tenth or more of their time; "" if they do not.
 
-    It has no figure of its own: `explain` shows the one of a recording, or that of `wait_of`.
+    The text has no measured time: `explain` shows a recording's, or that of `wait_of`, beside it.
     """
     if not _hints.get(ddp):
         return ""
@@ -81,7 +81,7 @@ class _Watch(IterationClock):
         self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        """Note the times of the step that ends where the next begins."""
+        """Note the times of the last step, which ends where this forward begins."""
         if not will_communicate(ddp):
             return
         super().before_forward(ddp, forward)

@@ -66,9 +66,10 @@ def _plan_repeatedly(
     assumed_cost: AllreduceCost,
     known: Collection[tuple[int, ...]],
 ) -> list[tuple[int, ...]]:
-    """Sizes that are not `known`, each of them the best for the ready times under the ones before.
+    """Candidates found in turns: gradients' ready times under one plan give the next plan.
 
-    They are merged for allreduces that take the `assumed_cost`.
+    Ends at sizes that are `known` or have come before. Sizes are merged as if allreduces took the
+    `assumed_cost`.
     """
     candidates: list[tuple[int, ...]] = []
     ready_s: Sequence[float] = [gradient.ready_s for gradient in profile.gradients]

@@ -120,7 +120,7 @@ class BucketPlan:
 
     @property
     def basis_ranks(self) -> int:
-        """For how many ranks the cost was known that `cost` is, or was extrapolated from."""
+        """The number of ranks whose cost was given or measured; `cost` may be extrapolated."""
         return self.extrapolated_from or self.world_size
 
     @property
@@ -134,11 +134,11 @@ class BucketPlan:
         """The same buckets, with the cost of an allreduce among `num_ranks` ranks.
 
         Without `network` that is the cost of a ring with more or fewer ranks of the same kind
-        (`AllreduceCost.extrapolated` has the formula and its source), and `extrapolated_from` says
-        so; a cost that has been extrapolated before keeps the number that it came from. Otherwise
-        it is the cost in that network, or the one that is given, with what it says of computation.
-        Computation is as it was: each rank is taken to have as large a batch. From one rank no cost
-        leads back to more.
+        (`AllreduceCost.extrapolated` has the formula and its source), and `extrapolated_from` has
+        the number of ranks whose cost was known, also after a second extrapolation. With a
+        `network` it is the cost in that network; an `AllreduceCost` is taken as it is, with what it
+        says of computation. Otherwise computation is as it was: each rank is taken to have as large
+        a batch. From one rank no cost leads back to more.
 
         Raises:
             PlanError: `num_ranks` is no whole number, or below 1; the plan is for 1 rank, from

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddpopt import _logs, _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import count, shorten
 from ddpopt._torch import Forward
 from ddpopt._values import check_kind
@@ -36,10 +36,10 @@ from ddpopt.steps.forwards import (
 )
 
 # The plan that the Reducer was made for, if any.
-_plans: Slot[BucketPlan | None] = Slot(lambda: None, Lifetime.REDUCER)
-# Hooks that make a backward raise until the next forward; after it, with a static graph, one that
-# looks at what has come of the first backward.
-_guards: Slot[Sequence[RemovableHandle]] = Slot(lambda: (), Lifetime.MODULE)
+_plans: ModuleSlot[BucketPlan | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
+# Hooks on a module with a new Reducer. Until the next forward they make each backward raise. Then,
+# with a static graph, others raise unless DDP learns its gradients from the next backward.
+_guards: ModuleSlot[Sequence[RemovableHandle]] = ModuleSlot(lambda: (), Lifetime.MODULE)
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
@@ -135,12 +135,13 @@ def watch(ddp: DistributedDataParallel) -> None:
 class _Accumulation(Subscriber):
     """Knows whether gradients accumulate: a backward under no_sync may be the last that ran.
 
-    So it is if the last forward with gradients was under no_sync. Where DDP looks for unused
-    parameters, which it notes under no_sync too, it remains so until it has reduced its notes.
+    They do if the last forward with gradients was under no_sync. Where DDP looks for unused
+    parameters, it notes used ones under no_sync too, and gradients count as accumulating until DDP
+    has reduced these notes.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        # None is unknown: of the last forward we know only that it was not an ordinary one.
+        # None is unknown: the last forward may have been under no_sync, or without gradients.
         self._is_on: bool | None = None
         self._num_used_map_resets: int | None = None
         with contextlib.suppress(TorchDriftError):  # then it stays unknown
@@ -264,7 +265,8 @@ def agree(
 ) -> BucketPlan:
     """Return this rank's plan, or raise on all ranks unless all can apply the same. Collective.
 
-    What `get_plan` raises on one rank, all raise; `find_problem` says what else speaks against it.
+    If `get_plan` raises on one rank, all ranks raise its error. `find_problem` returns a further
+    reason why this rank cannot apply the plan, or "".
 
     Raises:
         PlanError: the first problem, or the ranks that differ from the first one.
@@ -279,11 +281,11 @@ def agree(
         obstacle = pending or find_misfit(ddp, plan)
         if obstacle:
             raise PlanError(obstacle)
-        # By number: ranks may have compiled different modules, and names of these.
+        # Compared by parameters' indices: names may differ where ranks have compiled other modules.
         buckets = str(indices_of(ddp, plan)).encode()
         facts = [Fact("the plan", hashlib.sha256(buckets).hexdigest()[:16])]
         if ddp.static_graph:
-            # It decides which collectives follow.
+            # Whether arrivals are known decides which collectives follow.
             is_known = static_graph.find_arrivals(ddp) is not None
             facts.append(
                 Fact(
@@ -322,11 +324,11 @@ def take_back(
 ) -> None:
     """Give `ddp` back the buckets that it had before a plan, and their limits.
 
-    The members of a bucket come in the order in which DDP had them, and equally on all ranks: it is
-    their order in the tensor that is reduced. Where DDP follows it, that is the order in which
-    gradients arrive; the next search takes it to be.
+    The members of a bucket come in the order in which DDP had them, equal on all ranks: it is their
+    order in the tensor that is reduced. The next search takes that order for the one in which
+    gradients arrive, as it is where DDP follows arrival.
 
-    It is collective, and raises as `apply` does.
+    Collective, and raises as `apply` does.
     """
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
@@ -359,7 +361,7 @@ def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[Para
 
 
 def _plain_names(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str, str]:
-    """What `reducer_parameters` calls the parameters of a plan that has other names for them."""
+    """By a plan's name of a parameter, its name in `reducer_parameters`."""
     planned = [gradient.name for gradient in plan.profile.gradients]
     if {p.name for p in _torch.reducer_parameters(ddp).values()} == set(planned):
         return dict(zip(planned, planned, strict=True))

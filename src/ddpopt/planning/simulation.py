@@ -159,7 +159,10 @@ def simulate(
 def _cost(
     plan: BucketPlan, world_size: int, network: Network | AllreduceCost | None
 ) -> tuple[AllreduceCost, str]:
-    """What an allreduce costs there, and where that is from; see `BucketPlan.for_ranks`."""
+    """The cost of an allreduce among `world_size` ranks, and its origin, as text.
+
+    See `BucketPlan.for_ranks`.
+    """
     if isinstance(network, AllreduceCost):
         return network, "as given"
     if network is not None:

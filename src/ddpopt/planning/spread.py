@@ -65,8 +65,8 @@ def find_spread(measured_by_rank: Sequence[Measured], *, broadcasts_buffers: boo
     """Compare ranks, none of which has had a problem.
 
     `broadcasts_buffers` says that DDP does, so that ranks wait for each other before each forward.
-    With two ranks the one in the middle is the faster one, so that the other is as far behind as it
-    is.
+    Of two ranks the faster one counts as the one in the middle, so that the slower one is as far
+    behind as it really is.
     """
     parts_by_rank: list[tuple[float, ...]] = []
     for measured in measured_by_rank:

@@ -1,12 +1,13 @@
 """How often each gradient arrives in a backward of a static graph, which a new Reducer has to know.
 
 [Note: a static graph's arrivals]
-With `static_graph=True` a Reducer counts in its first backward how often each gradient arrives.
-None is an unused parameter's, several times is one that several reentrant checkpoints use: each
-runs a backward of its own within the backward. From the second backward on it reduces a gradient
-when it has arrived that often. A Reducer that is made later would count in the next backward, and
-take `torch.autograd.grad` in that step for it. So arrivals are counted once here, as soon as code
-is compiled for a module, and the new Reducer is told of them: see `_torch.pass_first_steps`.
+With `static_graph=True` a Reducer counts in its first backward how often each gradient arrives:
+never if the parameter is unused, several times if several reentrant checkpoints use it, since each
+of these runs a backward of its own within the backward. From the second backward on, the Reducer
+reduces a gradient when it has arrived as often. A Reducer that is made in the middle of a training
+would count in whatever runs next, even a call of `torch.autograd.grad`. So arrivals are counted
+once here, as soon as code is compiled for a module, and the new Reducer is told of them: see
+`_torch.pass_first_steps`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.split import state
@@ -35,10 +36,10 @@ from ddpopt.steps.forwards import (
 )
 from ddpopt.steps.observing import observing
 
-# By parameter index, of this rank; None until it is known. It stays when compiled code goes, since
-# a graph that changes is an error in DDP.
-_num_arrivals: Slot[Mapping[ParameterIndex, int] | None]
-_num_arrivals = Slot(lambda: None, Lifetime.MODULE)
+# How often each gradient arrives on this rank, by parameter index; None until it is known. Kept
+# when compiled code is dropped: a static graph that changes is an error in DDP anyway.
+_num_arrivals: ModuleSlot[Mapping[ParameterIndex, int] | None]
+_num_arrivals = ModuleSlot(lambda: None, Lifetime.MODULE)
 
 
 def watch(ddp: DistributedDataParallel) -> None:

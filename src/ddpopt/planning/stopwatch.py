@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._indices import ParameterIndex
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
 from ddpopt.split import state
@@ -26,7 +26,7 @@ _LEAST_COMPLETE = 2  # of the measured steps, with one forward and one backward 
 
 # How many stopwatches each module has had whose first backward has ended. A module has one process
 # group for life, so ranks count alike.
-_num_measured: Slot[int] = Slot(int, Lifetime.MODULE)
+_num_measured: ModuleSlot[int] = ModuleSlot(int, Lifetime.MODULE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,8 +121,8 @@ class _Backward(NamedTuple):
 
 
 def _run_backward(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> _Backward:
-    # Between two buckets backward is cut, and an allreduce is launched. Both cost computation, so
-    # that what follows k of them is ready later by k times that.
+    # Between two buckets backward is cut, and an allreduce is launched. Both take time from
+    # computation, so a gradient behind k buckets is ready later by k times that.
     per_bucket_s = profile.cut_s + cost.launch_s
     assert sum(bucket_sizes) == len(profile.gradients), "each gradient is in one bucket"
     goals: list[float] = []

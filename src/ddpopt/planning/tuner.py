@@ -38,7 +38,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._text import quote
 from ddpopt._torch import Forward
 from ddpopt.errors import PeerError, PlanError, TorchDriftError
@@ -58,8 +58,8 @@ from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will
 # timeout, since others wait in a collective meanwhile.
 _LONGEST_MEETING_S = 30.0
 _PART_OF_TIMEOUT = 0.25
-# Backwards after which ranks try to meet: if gradients are pending after each of these, the loop is
-# such that they always are.
+# The number of backwards after which ranks try to meet. If gradients are pending after each of
+# these, they are taken to be pending always in this training loop.
 _NUM_TRIES = 8
 # Forwards with gradients after which it is said that no step has ended.
 _MOST_IDLE = 100
@@ -417,7 +417,7 @@ class _Tuner(Subscriber):
         self._outcome = "\n".join(filter(None, [self._outcome, news]))
 
     def _give_up(self, ddp: DistributedDataParallel, stage: _Stage, problem: str) -> None:
-        """End without what this stage was for."""
+        """End all stages here: a search or a plan's file changes nothing, a change is kept."""
         self._stage = self._change = None
         if stage is _COMPARISON:  # the buckets have changed, and stay that way
             news = f"what came of it is not known: {problem}"
@@ -437,7 +437,7 @@ class _Change(NamedTuple):
     """A change of buckets that is to be judged: what there was before, and what was predicted."""
 
     buckets_before: state.Buckets
-    # What each rank measured; empty on all ranks but the first, which judges by it.
+    # What each rank measured before the change, on rank 0, which judges; empty on other ranks.
     measured_before: Sequence[Measured]
     caps_bytes_before: Sequence[int]
     # The part of an iteration that the change should save.
@@ -472,9 +472,9 @@ class _IdleForwards:
 
 
 # A search goes on after `torch._dynamo.reset()`, which one rank may call alone.
-_tuners: Slot[_Tuner | None] = Slot(lambda: None, Lifetime.MODULE)
+_tuners: ModuleSlot[_Tuner | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 # The tuners of modules for which code was compiled since the last reset.
-_tuners_in_use: Slot[_Tuner | None] = Slot(lambda: None, Lifetime.CODE)
+_tuners_in_use: ModuleSlot[_Tuner | None] = ModuleSlot(lambda: None, Lifetime.CODE)
 
 
 def _num_searches(group: object) -> int:

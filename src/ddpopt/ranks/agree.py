@@ -68,9 +68,9 @@ def gather_distinct(
 ) -> list[Shared[T]]:
     """The different values of a group's ranks (default: DDP's), rank 0's first. Collective.
 
-    Values that are equal have equal texts, by `repr`. Each rank sends 32 bytes, a digest of the
-    text, to every other one. A value itself is sent by the first rank that has it, and only if
-    another rank has another one; the first 8 values are sent, and the list ends with those.
+    Values count as equal if their texts are, by `repr`. Each rank sends every other rank a digest
+    of the text, of 32 bytes. Only if digests differ are values sent, each by the first rank that
+    has it; the list ends after 8 values.
 
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.
@@ -192,8 +192,8 @@ def require_equal(
         if isinstance(problem, DDPOptError) or type(problem) in _PASSED_ON:
             report = _Report(problem=problem)
         else:
-            # Code that users or others wrote raised it. Other ranks may not know its class, or may
-            # not be able to make it of a text alone.
+            # An error of users' code, or of another library: other ranks may not know its class, or
+            # may not be able to make an object of it from a text alone.
             cause = problem
             report = _Report(problem=error_type(f"{type(problem).__name__}: {problem}"))
     reports = gather_distinct(ddp, report, "comparing settings with the other ranks", group)
@@ -210,7 +210,7 @@ def require_equal(
 
 
 def find_difference(facts_of_ranks: Sequence[Shared[Sequence[Fact]]], remedy: str) -> str | None:
-    """Where ranks first differ from rank 0, which do, and what to do; None if none does."""
+    """The first fact that differs from rank 0's, on which ranks, and the remedy; None if equal."""
     # The names of all facts, in the order in which they first appear.
     names: dict[str, None] = {}
     by_name: list[dict[str, Fact]] = []

@@ -118,12 +118,15 @@ def _sign_of(rank: int) -> str:
 
 
 def _leave(store: GroupStore, own: str, living: contextlib.ExitStack) -> str:
-    """The answer of a block, when there is one; signs of life end with `living`."""
+    """Count this rank out of a block, and wait for the block's answer.
+
+    `living` writes this rank's signs of life until it is closed.
+    """
     if store.count(_LEFT) == store.size:
         return store.set_first(_ANSWER, _GO)
     watching = int(store.set_first(_WATCHING, str(store.rank)))
     if watching == store.rank:
-        # It still writes signs: the others see by them that somebody watches.
+        # This rank goes on writing signs, by which the others see that somebody watches.
         return _wait(store, _Watch(store))
     living.close()
     store.set(own, _DONE)
@@ -131,7 +134,7 @@ def _leave(store: GroupStore, own: str, living: contextlib.ExitStack) -> str:
 
 
 def _wait(store: GroupStore, watch: _Watch | _WatchOfOne) -> str:
-    """The answer of a block: the one that comes, or what `watch` finds."""
+    """Wait for a block's answer; if `watch` finds a problem first, that is the answer."""
     next_look_s = time.monotonic()
     while True:
         answer = store.find(_ANSWER)
@@ -261,14 +264,15 @@ class JointDecision:
 
     def __init__(self, group: dist.ProcessGroup, title: str, key: str, limit_s: float) -> None:
         self._store = GroupStore(group, title, key, limit_s)
-        # In this order, so that a rank that is not counted is not found when it is looked up.
+        # Counted first: so a rank that is not counted has no key either, and is found missing.
         self._store.count(_ANNOUNCED)
         self._store.set(f"{_ANNOUNCED}/{self._store.rank}", "")
 
     def decide(self, problem: str = "", *, is_for_now: bool = False) -> Refusal | None:
         """Return why ranks do not go on, None if they do; the same on all ranks.
 
-        This rank's `problem`, if it has one, may be one that `is_for_now`.
+        `problem` is why this rank cannot go on, "" if it can. One that `is_for_now` may be gone at
+        a later meeting.
 
         Raises:
             PeerError: the store has gone or does not answer, so that nobody knows.
@@ -289,7 +293,7 @@ class JointDecision:
             if answer := store.find(_ANSWER):
                 return answer
             absent = self._find_missing(_ANNOUNCED)
-            # It may have announced itself since, for the end of a later step.
+            # The absent rank may have announced itself since, one step late.
             who = name_ranks(absent) if absent else "another rank"
             return store.set_first(_ANSWER, f"{who} did not begin it in the same step")
         store.set(f"{_CAME}/{store.rank}", "")
@@ -298,7 +302,7 @@ class JointDecision:
         if answer := self._wait():
             return answer
         own = str(store.rank)
-        # One rank looks up who is late, and the others wait for its answer, for as long again.
+        # The first rank here looks up who is late; the others wait once more for its answer.
         if store.set_first(_CLOSING, own) != own and (answer := self._wait()):
             return answer
         late = self._find_missing(_CAME)

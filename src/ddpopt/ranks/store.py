@@ -3,14 +3,15 @@
 A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits
 forever for all answers, whatever `set_timeout` was given (2.13: `get` and `wait` notice their
 timeout, and then wait for the store to confirm it); if the store has ended, torch tries to connect
-for minutes. So a thread makes all calls, and whoever asks it waits for as long as it likes.
+for minutes. So a thread of ours makes all calls, and a caller waits for the thread's answer up to
+the caller's own time limit.
 
 [Note: connections]
 A process makes one connection to a group's store, and one thread for it, in the group's first
 meeting; both end with the group. Connecting may take long: torch looks up the name of the host
 behind each new connection (2.13), which takes 5 s or multiples of that where a name server is slow
-or overrun, for one process after another. So it has a time limit of its own, and who waits for
-others in a first meeting has to allow for it: see `GroupStore.allowance_s`.
+or overrun, for one process after another. So connecting has a time limit of its own, and a rank
+that waits for others in a first meeting allows for it: see `GroupStore.allowance_s`.
 
 A thread that hangs in a call is left alone, and the next meeting makes another.
 """
@@ -178,7 +179,7 @@ def _connect_anew(store: Any) -> Any:
     return store if is_in_python and has_none else store.clone()
 
 
-# Each ends with its group's object, which may live longer than torch's table of groups has it.
+# By a group's object, with which its connection ends; torch may forget the group earlier.
 _connections: weakref.WeakKeyDictionary[Any, _Connection] = weakref.WeakKeyDictionary()
 
 

@@ -23,25 +23,26 @@ from ddpopt.split.facts import BackwardFacts
 class Others(enum.Enum):
     """When gradients arrive of parameters that no known graph uses."""
 
-    # The parameters are used behind this graph: by a graph that is not known yet, or by the loss,
-    # such as one that takes the weight of an output layer.
+    # Before all others. A graph that is not known yet uses the parameters, or else the loss, which
+    # comes behind the forward: it may take the weight of an output layer, or the logarithm of a
+    # policy's deviation.
     FIRST = enum.auto()
-    # The parameters are used behind this graph, or by a layer that is not compiled, between two
-    # graphs or in front of the first. Layers are registered in the order of their use, as a rule;
-    # a parameter that the root module has itself is registered before all layers, and belongs to
-    # none.
+    # First as well, or where a layer is registered that is not compiled, between two graphs or in
+    # front of all: layers are registered in the order of their use, as a rule. A parameter that the
+    # root module has itself is registered before all layers wherever it is used, so it counts as
+    # the loss's.
     AS_REGISTERED = enum.auto()
-    # The parameters are not used. DDP allows that with a static graph alone, and its Reducer then
-    # puts them last.
+    # Nothing uses the parameters. DDP allows that only with a static graph, and its Reducer puts
+    # them last.
     LAST = enum.auto()
 
     @classmethod
     def around(cls, *, begins: bool, ends: bool, may_be_unused: bool) -> Others:
         """The rule for a graph that begins or ends the forward, as far as that is known.
 
-        Where this graph does not end the forward, the parameters may belong to a graph behind it.
-        Where it does, each parameter that DDP reduces has a gradient, or training ends with an
-        error of DDP's in the second step, unless parameters `may_be_unused`.
+        If the graph does not end the forward, the parameters may belong to a graph behind it. If it
+        does, each parameter that DDP reduces has a gradient, or DDP raises in the second step,
+        unless `may_be_unused`.
         """
         if not ends:
             return cls.FIRST
@@ -73,22 +74,28 @@ def order_arrival(
     """
     turn_before = {parameter.index: turn for turn, parameter in enumerate(arrives_before)}
     turn_after = {parameter.index: turn for turn, parameter in enumerate(arrives_after)}
-    last_own = max(lateness, default=-1)
-    first_after = min(turn_after, default=-1)
+    last_own_index = max(lateness, default=-1)
+    first_index_after = min(turn_after, default=-1)
 
     def key(parameter: Parameter) -> tuple[int, float, int]:
+        """The group in which a parameter arrives, from 0 to 5, and its turn in that group."""
         index = parameter.index
+        # A parameter that an earlier graph uses too is final only in that graph's backward, so this
+        # is asked before `lateness`.
         if index in turn_after:
             return (4, turn_after[index], 0)
         if index in lateness:
             return (2, lateness[index], -index)
         if index in turn_before:
             return (1, turn_before[index], 0)
+        # No known graph uses the parameter.
         if others is Others.LAST:
             return (5, index, 0)
-        if others is Others.FIRST or index > last_own or index in of_root:
+        if others is Others.FIRST or index > last_own_index or index in of_root:
             return (0, 0, -index)
-        return (5 if index < first_after else 3, 0, -index)
+        # The parameter is taken to be used where it is registered: in front of the earlier graphs,
+        # so that it arrives last, or between them and this graph.
+        return (5 if index < first_index_after else 3, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 

@@ -146,6 +146,7 @@ def make_section_graphs(
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
     slot_of = {node: slot for slot, node in numbered(Slot, [*inputs, *itertools.chain(*kept)])}
     held_outside = {node for node in inputs if _torch.is_held_outside(node)}
+    # The program may give two outputs one gradient, so all tangents count as one memory.
     tangents = {node for node in inputs if _torch.is_tangent(node)}
     tangents_last_taken = max((last_taken.get(node, 0) for node in tangents), default=0)
     watched = watched_inputs(gm, reachable)
@@ -170,6 +171,7 @@ def make_section_graphs(
             drops=tuple(slot for node, slot in slot_of.items() if last_taken.get(node, 0) == k),
             keeps=tuple(slot_of[node] for node in kept[k]),
             releases=chosen.releases[k],
+            # Section 0 runs before any hook of this backward, so it has nothing to compare.
             watches=tuple(slot_of[node] for node in takes if k and node in watched),
         )
         sections.append(SectionGraph(graph=builder.finish(outputs), flow=flow))
@@ -214,7 +216,11 @@ class _SectionBuilder:
             self._values[node].meta = dict(node.meta)
 
     def value_of(self, node: fx.Node) -> fx.Node:
-        """The node's value here; a view, a constant or an attribute is made when it is needed."""
+        """The section's own node for a node of the whole graph.
+
+        A call is copied here when it is asked for, and with it the views, constants and attributes
+        that it reads.
+        """
         if node not in self._values:
             args = fx.map_arg(node.args, self.value_of)
             kwargs = fx.map_arg(node.kwargs, self.value_of)

@@ -111,7 +111,8 @@ def compile_under_ddp(
     """
     graph: DynamoGraph | None = None
     try:
-        _torch.will_rebuild_buckets(ddp)  # needed in each step; find out now if it has moved
+        # Each step calls this. If torch has moved a name that it needs, it raises now.
+        _torch.will_rebuild_buckets(ddp)
         graph = read_graph(gm, example_inputs, ddp, options)
         result = _compile_graph(graph, example_inputs)
     except _torch.control_flow_exceptions():
@@ -155,7 +156,10 @@ def compile_whole(
     refusal: NotCutError,
     start: StartOnModule = lambda _: None,
 ) -> CompiledCall:
-    """Compile a graph whole, for a named reason; `start` as for `compile_under_ddp`."""
+    """Compile a graph whole, for a named reason.
+
+    `start` is called as in `compile_under_ddp`. `ddp` is None where no DDP module is active.
+    """
     cut = dataclasses.replace(new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
     text = GraphText()
     if ddp is not None:
@@ -166,7 +170,8 @@ def compile_whole(
     if is_drift:
         state.note_drift()
     if ddp is None or is_drift:
-        # A runner would need the names that moved: nobody is told of the graph's calls.
+        # A runner would need the private names that torch has moved, so the graph's calls are
+        # reported to nobody.
         if ddp is not None:
             state.get(ddp).keep(cut, text)
         _log(options, cut, ddp)
@@ -419,9 +424,9 @@ class BackwardCutter:
             raise NotCutError(Reason.DEVICES, f"they are on {sorted(map(str, devices))}")
 
         reachable = find_reachable(self._forward_outputs, backward)
-        # Nobody writes to these before their gradients are released here. A parameter that is
-        # trained, but not by this graph, is none of them: its gradient may be there while sections
-        # are yet to run, and a hook may then update it.
+        # Parameters to which nobody writes before this backward releases their gradients. A
+        # parameter that only another graph trains is left out: its gradient may arrive while
+        # sections of this backward are yet to run, and a hook may then update the parameter.
         made_here = gradient_nodes(backward).keys()
         unwritten = {
             argument
@@ -443,7 +448,8 @@ class BackwardCutter:
                 sections=(),
                 argument_of_output=argument_of_output,
             )
-            return [compile_section(backward, inputs, list(range(len(inputs))))], stored
+            origins = list(range(len(inputs)))  # each input is the whole graph's of that number
+            return [compile_section(backward, inputs, origins)], stored
 
         cut = dataclasses.replace(cut, sections=chosen.sections, num_nodes=len(chosen.order))
         cut = cut.with_buckets(cut.buckets)  # which says what each section completes

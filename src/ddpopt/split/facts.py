@@ -408,7 +408,8 @@ class ForwardOutput:
 
     name: str  # if it is saved for the backward, that of its input there
     memory: Memory  # equal for values that share it
-    # Whether the compiler may do so in an argument's memory, see the function of that name.
+    # Whether the compiler may make the value in an argument's memory, see the function
+    # `made_in_arguments`.
     made_in_arguments: bool
 
 
@@ -438,6 +439,8 @@ def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
     for node in output_values(forward):
         if isinstance(node, fx.Node):
             made_by = aliases.base_of(node)
+            # Memory that is no argument's has a number below zero. The length only grows, so no
+            # number comes twice.
             memory = memory_by_maker.setdefault(made_by, Memory(-1 - len(memory_by_maker)))
             outputs.append(
                 ForwardOutput(

@@ -54,7 +54,9 @@ def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, val_map={}))
-    for node in reversed(list(graph.nodes)):  # a number's users have their own before it does
+    # From the last node to the first: where one number is computed from another, the later one is
+    # copied first, and then each copy of it gets its own copy of the earlier one.
+    for node in reversed(list(graph.nodes)):
         _compute_again_for_each_user(node)
     for node in list(graph.nodes):
         _inline_constant(node)

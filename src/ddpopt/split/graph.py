@@ -45,19 +45,20 @@ class DynamoGraph:
     num_inputs: int
     # The arguments that are parameters, and whether each is trained.
     parameters: Mapping[Argument, bool]
-    # The Reducer's parameters; by which argument each comes in that the graph uses; and the DDP
-    # parameters behind each node of `copy`.
+    # The parameters that the Reducer reduces.
     reduced: Sequence[Parameter]
+    # For each of them that the graph uses and gets as an input: that argument.
     argument_of: Mapping[ParameterIndex, Argument]
+    # The DDP parameters behind each node of `copy`; several where a node stands for a module.
     indices_of: Mapping[fx.Node, Sequence[ParameterIndex]]
 
     # Backward is forward reversed: parameters of graphs that run after this one in the module's
     # forward arrive before its own, those of graphs that run before it arrive after.
     arrives_before: Sequence[Parameter]
     arrives_after: Sequence[Parameter]
-    # When the gradients of parameters arrive that no known graph uses, and which of these are the
-    # root module's own.
+    # When the gradients arrive of parameters that no known graph uses.
     others: Others
+    # The parameters that the root module has itself, rather than one of its submodules.
     of_root: Sequence[ParameterIndex]
 
     # The first differentiable use of each parameter that is used in no graph before this one.
@@ -117,7 +118,7 @@ def read_graph(
     module_path = frame_module(
         {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
     )
-    # Whether anything can run before it, or another graph after it, in the module's forward.
+    # Whether this graph begins the module's forward, and whether it ends it.
     is_of_root = _torch.is_whole_forward(module_path)
     others = Others.around(
         begins=not (ddp_state.has_begun_forward or _torch.follows_graph_break()),

@@ -44,8 +44,9 @@ _pure_operators: dict[Any, bool] = {}
 def is_pure(node: fx.Node) -> bool:
     """Whether a call is known to do nothing but compute what it returns, or set a mode.
 
-    Anything else may communicate, draw random numbers or print, as far as we know: operators of
-    other libraries do not say. It is made once, and keeps its place among such calls.
+    A call of anything else may communicate, draw random numbers or print, as far as we know:
+    operators of other libraries do not say. Such a call is made once, and keeps its place among
+    calls of its kind.
     """
     name = name_of(node)
     if node.op != "call_function":
@@ -328,21 +329,22 @@ def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]
 
 
 def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, fx.Node]]:
-    """The values that a section takes from an earlier one and writes to, with its start.
+    """The values that a section takes from an earlier one and writes to.
 
-    `bounds` are the starts of sections, and the end. The section that made such a value may have
-    saved it for its backward, and AOTAutograd cannot save what a write to an input overwrites.
-    Graph inputs are left out: the caller is meant to see writes to them.
+    Each comes with the start of the section that writes to it. `bounds` are the starts of all
+    sections, then the end of the graph. The section that made the value may have saved it for its
+    backward, and AOTAutograd cannot save what a write to an input overwrites.
     """
-    return [
-        (start, node)
-        for memory in find_written_memory(graph)
-        if all(made >= 0 for _, made, _ in memory.values)
-        for start, stop in itertools.pairwise(bounds)
-        if any(start <= write < stop for write in memory.writes)
-        for node, made, last in memory.values
-        if made < start <= last
-    ]
+    overwritten = []
+    for memory in find_written_memory(graph):
+        if any(made < 0 for _, made, _ in memory.values):
+            continue  # a graph input's memory: the caller is meant to see writes to it
+        for start, stop in itertools.pairwise(bounds):
+            if any(start <= write < stop for write in memory.writes):
+                for node, made, last in memory.values:
+                    if made < start <= last:
+                        overwritten.append((start, node))
+    return overwritten
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

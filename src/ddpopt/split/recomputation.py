@@ -57,7 +57,9 @@ _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictiona
 
 def compiled_for() -> DistributedDataParallel | None:
     """The DDP module to compile for: the active one, or that of the recomputed forward."""
-    is_in_backward = _torch.is_in_backward()  # asked in any case: find out now if it has moved
+    # Asked although it matters only where no module is active: if torch has moved the private name,
+    # that shows here, and not first in a recomputation.
+    is_in_backward = _torch.is_in_backward()
     active = _torch.active_ddp()
     if active is not None or not is_in_backward:
         return active

@@ -112,8 +112,9 @@ _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
 def mark_functions(gm: fx.GraphModule) -> dict[int, frozenset[Argument]]:
     """Number the calls of `autograd.Function`s in Dynamo's graph, and mark their backward's calls.
 
-    Returns the graph's arguments that go straight into each. By this the proof finds out in a way
-    of its own where the backward of a Function ends.
+    Returns, by a Function's number, the arguments of the graph that are inputs of the Function.
+    Their gradients are released behind the last marked call. So the proof can check release places
+    without `ReleaseOrder`, from which sections were chosen.
     """
     arguments_of: dict[int, frozenset[Argument]] = {}
     placeholders = gm.graph.find_nodes(op="placeholder")

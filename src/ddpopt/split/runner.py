@@ -81,8 +81,8 @@ class GraphRunner:
         self._ordered_call = _with_arrival_order(
             self._call, [argument_of[index] for index in arrival if index in argument_of]
         )
-        # Where each parameter comes in, in arrival order, if modules share the graph. Which they
-        # are is known in each call, see `DDPState.note_run`.
+        # The arguments that are parameters, in arrival order, if modules share the graph: only a
+        # call's arguments tell which module's parameters they are, see `DDPState.note_run`.
         self._shared_parameters: list[Argument] | None = None
         if compiled.cut.is_shared:
             self._shared_parameters = [argument_of[i] for i in arrival if i in argument_of]
@@ -119,7 +119,7 @@ class GraphRunner:
         self, ddp: DistributedDataParallel, module_state: state.DDPState, args: Sequence[Any]
     ) -> None:
         """Begin to run for a module that has not run this graph before."""
-        if not module_state.is_copy:  # a copy that a check made has all that from its original
+        if not module_state.is_copy:  # what `start` begins, a check's copy has from its original
             try:
                 self._start(ddp)
             except TorchDriftError as error:

@@ -199,10 +199,11 @@ def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[Position]) 
 
 
 def _drop_empty_sections(bounds: Collection[Position], facts: ForwardFacts) -> list[Position]:
-    """Drop boundaries before which a section would pass nothing on, or use no parameter first.
+    """Drop the boundary behind a section that passes nothing on, or has no parameter's first use.
 
-    split_module drops a section without outputs. The backward of a section in which no parameter is
-    used first would complete no gradient; but it may have collectives, which stay behind others'.
+    split_module drops a section without outputs. The backward of a section without a first use
+    completes no gradient, so it may as well be one with the next section's; but not if it has
+    collectives, which the next section's first uses must not stand behind.
     """
 
     def passes_on(start: int, stop: int) -> bool:

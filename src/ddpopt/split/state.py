@@ -28,7 +28,7 @@ CutFor = str | tuple[frozenset[ParameterIndex], ...] | None
 ANY_BUCKETS = "any buckets"
 
 
-class _Run(NamedTuple):
+class _GraphRun(NamedTuple):
     """A call of a compiled graph in a forward."""
 
     graph: str
@@ -57,17 +57,19 @@ class DDPState:
         self.texts: dict[str, GraphText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
         self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
-        # The graphs that have run in the forward that goes on now; None between forwards, and where
-        # nobody tells of them. It holds tensors, and so ends with the forward.
-        self._runs: list[_Run] | None = [] if are_reported() else None
-        # The names of those that ran in the last forward with gradients, in that order.
+        # The graphs that have run in the present forward; None between forwards, and where nobody
+        # reports forwards. A list would keep tensors alive, so it ends with the forward.
+        self._runs: list[_GraphRun] | None = [] if are_reported() else None
+        # The names of the graphs that ran in the last forward with gradients, in that order.
         self._last_runs: tuple[str, ...] = ()
         self._rules: ReducerRules | None = None
         # The Reducer's final buckets as it reported them, empty if it could not.
         self.reported_buckets: Buckets | None = None
         self._given_buckets: Buckets | None = None
         self._num_bucket_queries = 0
-        self.num_unseen = 0  # graphs run under no_sync since the last that was not, at first
+        # How many graphs have run under no_sync since the last one outside of it; counted until
+        # the buckets are final.
+        self.num_unseen = 0
         # The runners of graphs whose cuts need not be compared with the buckets until these change.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # While better buckets are searched graphs are cut finely; `is_provisional` says that they
@@ -75,7 +77,8 @@ class DDPState:
         self.is_searching = False
         self.is_provisional = False
         self.expected_buckets: Buckets | None = None
-        self.is_recut = False  # the graphs of another module, which were cut for other buckets
+        # Whether the module runs another module's code, which was cut for that module's buckets.
+        self.is_recut = False
         self._are_given_by_plan = False  # whether `_given_buckets` are a plan's
 
     @property
@@ -118,9 +121,9 @@ class DDPState:
         self._runs = []
 
     def note_run(self, graph: str, parameters: tuple[torch.Tensor, ...] | None = None) -> None:
-        """Note that a graph runs in the forward that goes on, see `_Run`."""
+        """Note that a graph runs in the forward that goes on, see `_GraphRun`."""
         if self._runs is not None:
-            self._runs.append(_Run(graph, parameters))
+            self._runs.append(_GraphRun(graph, parameters))
 
     def end_forward(self) -> None:
         """Keep what ran in the forward that ends, unless it had no gradients, as in evaluation."""
@@ -185,7 +188,7 @@ class DDPState:
             frames = [frame_of(other) for other in self._last_runs]
             frame = frame_of(graph)
             num_before = frames.index(frame) if frame in frames else 0
-            runs = [_Run(other, None) for other in self._last_runs[:num_before]]
+            runs = [_GraphRun(other, None) for other in self._last_runs[:num_before]]
             graphs_after = self._last_runs[num_before:]
 
         arrives_after: list[Parameter] = []
@@ -204,7 +207,7 @@ class DDPState:
         cut = self._cuts.get(graph)
         return () if cut is None else cut.arrival
 
-    def _parameters_of(self, run: _Run) -> tuple[Parameter, ...]:
+    def _parameters_of(self, run: _GraphRun) -> tuple[Parameter, ...]:
         if run.parameters is None:
             return self._arrival_of(run.graph)
         reduced = _torch.reducer_parameters(self._module())

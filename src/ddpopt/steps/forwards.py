@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.steps.observing import report
@@ -50,13 +50,13 @@ class _Subscription(NamedTuple):
 _S = TypeVar("_S", bound=Subscriber)
 _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 
-# Subscribers to the forwards of all modules. They are told of a beginning before the module's own
-# subscribers, and of an end after them. The backend's own, for the life of the process.
+# Subscribers to the forwards of all modules, for the life of the process: the backend's own. They
+# hear of a forward's beginning before the module's subscribers, and of its end after these.
 _subscribers_to_all: list[Subscriber] = []
 # Functions that are asked once for each module.
 _interests: list[_Interest] = []
 # The subscribers to each module, in the order in which they are told.
-_subscriptions: Slot[tuple[_Subscription, ...]] = Slot(tuple, Lifetime.MODULE)
+_subscriptions: ModuleSlot[tuple[_Subscription, ...]] = ModuleSlot(tuple, Lifetime.MODULE)
 # Whether forwards are reported in this process.
 _are_reported = False
 # The problems that were warned of; each is told once.
@@ -93,7 +93,8 @@ def subscribe_to_all(subscriber: Subscriber) -> None:
 def ask_at_first(interest: _Interest) -> None:
     """Ask `interest` for a subscriber to each module whose first forward is yet to come.
 
-    And to those that have subscribers already, since they may have subscribed before. Idempotent.
+    Modules that have subscribers already are asked about too: they may have got these before their
+    first forward. Idempotent.
     """
     if interest in _interests:
         return

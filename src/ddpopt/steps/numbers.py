@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
-from ddpopt._slots import Lifetime, Slot
+from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
 from ddpopt.errors import TorchDriftError
 from ddpopt.steps.forwards import Subscriber, unsubscribe, will_communicate
 from ddpopt.steps.observing import observing
 
 # A module has one process group for life.
-_numbers: Slot[int] = Slot(int, Lifetime.MODULE)
+_numbers: ModuleSlot[int] = ModuleSlot(int, Lifetime.MODULE)
 # How many modules have a number, by their process group: not by its name, which the next group of a
 # process that lives on has again, with ranks that begin to count.
 _num_modules: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

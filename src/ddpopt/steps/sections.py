@@ -1,7 +1,7 @@
 """When compiled sections run, for `ddpopt.record` and for a profile of the user's.
 
-There is one listener at most, and only inside `ddpopt.record`. Otherwise a section pays one look at
-whether there is one, and one at whether torch's profiler is on, which then shows it as a range.
+`ddpopt.record` listens inside its block; nothing else does. Where nothing listens, a section costs
+two looks: whether there is a listener, and whether torch's profiler is on, which gets a range.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def report_runs(compiled: Callable[..., Any], label: Label) -> Callable[..., Any
 
 
 def _enter(make_context: Callable[[], Context]) -> Callable[[], None]:
-    """Enter a context, and return what leaves it; neither raises an error of the context's."""
+    """Enter a context; return a function that leaves it. Errors of the context only warn."""
     stack = contextlib.ExitStack()
     observing(lambda: stack.enter_context(make_context()))()
     return observing(stack.close)
@@ -115,11 +115,11 @@ def _watch_backward(outputs: Any, make_context: Callable[[], Context]) -> None:
 
 
 def _find_node(outputs: Any) -> Any:
-    """The node of a compiled graph that made these outputs; None without a new one.
+    """The AOTAutograd node that made these outputs; None if there is none that is not watched yet.
 
-    It is the outputs' own, or behind views of what the graph returned. A view has one input, and
-    there may be any number of them; behind a few nodes with several inputs the graph is not the
-    compiled one's any more.
+    The node is the outputs' own `grad_fn`, or lies behind views of what the compiled graph
+    returned. A view has one input, so any number of nodes with one input is passed. Behind more
+    than a few nodes with several inputs another graph begins.
     """
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
     level: list[Any] = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]

@@ -29,8 +29,8 @@ class Step:
     """The times of one step, as a `Clock` has them; 0 is unknown.
 
     `ready` and `launched` are the times around DDP's own hook on each gradient, see [Note: times of
-    a step]. `backwards` are autograd's numbers of those that ran, with a gradient that arrived in
-    each.
+    a step]. `backwards` has autograd's number of each backward that ran, with the index of a
+    gradient that arrived in it.
     """
 
     began: float
@@ -45,9 +45,10 @@ class Step:
 class StepTimer:
     """Notes the steps of a DDP module, for somebody who tells it of forwards.
 
-    `on_ready` gets the index of each gradient that arrives in a step. With `on_launched`, which is
-    called after DDP's own hook on it, launches are noted too. `has_unreduced` says that a gradient
-    has arrived outside of any step since the last step's backward ended: DDP has yet to reduce it.
+    `on_ready` gets the index of each gradient that arrives in a step. `on_launched` is called after
+    DDP's own hook on each gradient, and makes the timer note launches too. `has_unreduced` says
+    that a gradient has arrived outside of any step since the last step's backward ended: DDP has
+    yet to reduce that gradient.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class StepTimer:
             self.steps[-1].forward_ended = self._clock.now()
 
     def skip_forward(self) -> None:
-        """Note that a forward begins that does not communicate: a backward of it is in no step."""
+        """Note a forward that does not communicate; its backward is in no step."""
         if self.steps and self.steps[-1].backward_ended:
             self._is_over = True
 
