@@ -1,9 +1,9 @@
 """In which order gradients become final, over all graphs under one DDP module.
 
-The Reducer forms its buckets from that order, see [Note: buckets] in `reducer.py`. One graph tells
-only the order of its own gradients. So it is asked where it stands: which module's forward it was
-traced from, whether others may run the same code, and which graphs run before and after it (of
-those `DDPState` knows the ones that were compiled before).
+The Reducer forms its buckets from that order, see [Note: buckets] in `reducer.py`. A graph tells
+only the order of its own gradients. The rest follows from where the graph stands: from which
+module's forward it was traced, whether other modules may run the same code, and which graphs run
+before and after it (as far as these were compiled before, and so are known to `DDPState`).
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ def order_arrival(
     """All parameters of a Reducer in the order in which their gradients become final.
 
     Args:
-        parameters: those of the Reducer.
+        parameters: all that the Reducer reduces.
         lateness: how late in backward the gradient of each of the graph's own parameters is final.
-            Of equally late ones the one registered last comes first, as in eager modules.
-        arrives_before: parameters that arrive before the graph's own, in arrival order: those of
-            graphs that run after this one in forward.
-        arrives_after: parameters that arrive after the graph's own, in arrival order: those of
-            graphs that run before this one.
+            Of equally late gradients, that of the parameter registered last comes first, as in
+            eager modules.
+        arrives_before: the parameters of graphs that run after this one in forward, in arrival
+            order.
+        arrives_after: the parameters of graphs that run before this one in forward, in arrival
+            order.
         others: when the rest arrives.
         of_root: parameters that the root module has itself.
     """
@@ -108,8 +109,7 @@ def final_places(
     """Where in a backward graph each parameter's gradient is final.
 
     Parameters `elsewhere` are used again by a graph whose backward runs later, so their gradients
-    are not final here; of a graph that may communicate they are not distinguished, as in
-    `read_forward`.
+    are not final here. If the graph may communicate, they count as any others, as in `read_uses`.
     """
     if any(facts.communicates):
         elsewhere = ()

@@ -275,7 +275,7 @@ def _with_snapshots(
             views.update(views_of_copy)
 
     def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
-        """The same value as a node's, in the memory of snapshots where it is one of `read`."""
+        """A node with a given node's value that reads snapshots of the memory `read`."""
         if node in snapshots and reachable.find(node) in read:
             return snapshots[node]
         if node not in views:
@@ -356,9 +356,9 @@ def compile_backward_sections(
 ) -> tuple[list[Callable[..., Any]], list[int]]:
     """Compile a backward's distinct sections; return them, and for each section which one it is.
 
-    `inputs` are the fake values of the whole graph's inputs. Those `saved` in forward may be at
-    fixed addresses for Inductor, so that sections that take others do not share code with those
-    that take these. `graph` is its name.
+    `inputs` are the fake values of the whole graph's inputs. Inputs that were `saved` in forward
+    may be at addresses that Inductor takes to be fixed, so a section that takes a saved input does
+    not share code with one that takes another value there. `graph` is the whole graph's name.
 
     Raises:
         NotCutError: the inner compiler raised.
@@ -393,8 +393,8 @@ def _identity(
 ) -> object | None:
     """What two sections have in common if one compiled callable can serve both.
 
-    None if a section holds attributes, which the code does not show, or symbols. Which inputs
-    `are_saved` counts too: Inductor does not look at each call whether those are aligned.
+    None if a section holds attributes, which the code does not show, or symbols. It also matters
+    which inputs `are_saved`: Inductor does not check at each call whether saved inputs are aligned.
     """
     if section.graph.find_nodes(op="get_attr"):
         return None

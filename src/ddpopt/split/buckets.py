@@ -34,9 +34,9 @@ class GraphBuckets:
     """The buckets of one graph."""
 
     source: Source
-    # Those at whose ends the graph is cut, in launch order.
+    # The buckets at whose ends the graph is cut, in launch order.
     to_cut_at: tuple[Bucket, ...]
-    # Those that the cut records: the Reducer has them in this step, or is predicted to form them.
+    # The buckets that the Reducer has in this step, or is predicted to form: the `Cut` lists them.
     recorded: tuple[Bucket, ...]
     # The graph's own parameters, in the order in which their gradients are released.
     arrival: tuple[Parameter, ...]
@@ -67,7 +67,8 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
 
     source = Source.PREDICTED
     if is_shared:
-        # Modules that run the same code have other parameters around it.
+        # Other modules may run this graph, between other graphs than this module does, so only the
+        # graph's own parameters count.
         recorded = predict_buckets(arrival_here, rules)
     elif actual is None:
         recorded = predict_buckets(arrival, rules)

@@ -300,7 +300,8 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     if _torch.wants_cuda_graphs(graph.gm):
         raise NotCutError(Reason.CUDA_GRAPHS)
     if uses_streams(graph.gm.graph):
-        raise NotCutError(Reason.STREAMS)  # what the backward has of it is not seen there
+        # Asked of Dynamo's graph: the traced backward does not show on which stream a call runs.
+        raise NotCutError(Reason.STREAMS)
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
     # The token is one more input and output, by which autograd will call the sections after the
@@ -331,7 +332,7 @@ class _CutBackward(NamedTuple):
     """What `BackwardCutter` makes, besides what it gives to AOTAutograd."""
 
     stored: _StoredCut
-    # The sections after the first, which AOTAutograd's own node runs.
+    # All sections but the first: that one runs in AOTAutograd's own node.
     further_sections: Sequence[CompiledSection]
 
 

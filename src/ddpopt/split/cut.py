@@ -2,8 +2,8 @@
 
 [Note: sections and cuts]
 A *section* is a piece of a graph that is compiled on its own. Once a section's backward has run,
-the buckets that it *completes* can be reduced while other sections are still in backward. That is
-what sections are for, so one ends where a bucket's last gradient is there, and the next begins.
+the buckets that it *completes* can be reduced while other sections are still in backward. To that
+end a section ends where a bucket's last gradient has been computed.
 
 - Sections of a forward graph are numbered in forward order. Backward runs the last one first.
 - Sections of a backward graph are numbered in the order in which they run.
@@ -71,7 +71,7 @@ class Cut:
     graph: str
     # The inner compiler's name.
     inner: str
-    # The number of calls of Dynamo's graph. Of a backward that is cut, that of its calls without
+    # The number of calls of Dynamo's graph; if the backward is cut, of the backward's calls but for
     # views and constants, see [Note: calls, views and constants] in facts.py.
     num_nodes: int
     sections: tuple[Section, ...] = ()
@@ -87,12 +87,13 @@ class Cut:
     is_shared: bool = False
     # Which graph has the sections, "forward" or "backward".
     split: str = "forward"
-    # Why it is not the backward, although that was wanted.
+    # Why the backward is not cut although it was to be.
     backward_fallback: Reason | None = None
     # How many calls of Dynamo's graph may communicate, or their backward may.
     num_collectives: int = 0
-    # A digest of the order in which a graph with such calls issues them and releases gradients. It
-    # is the program's own, whatever the sections are; see [Note: collectives] in sections.py.
+    # A digest of the order in which a graph that may communicate issues collectives and releases
+    # gradients: the program's own order, whatever the sections are; see [Note: collectives] in
+    # sections.py.
     order: str = ""
 
     @property

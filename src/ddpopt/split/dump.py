@@ -119,7 +119,10 @@ def _plain(name: str) -> str:
 
 @functools.cache
 def _process_folder(dump_dir: str, process_id: int) -> Path:
-    """Make, once, the folder of this process, which a fork of it does not share."""
+    """Make, once, the folder of this process.
+
+    `process_id` is a part of the cache's key: a fork makes a folder of its own.
+    """
     parent = Path(dump_dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     rank = re.sub(r"[^0-9]", "", os.environ.get("RANK", ""))[:_LONGEST_NAME] or "0"
@@ -172,9 +175,9 @@ def graph_of_cuts(
 ) -> networkx.DiGraph:
     """Sections and buckets as nodes, and what goes from one to another as edges.
 
-    `texts` are those of the graphs by name, `buckets` the parameters of each and its further
-    attributes. `Explanation.to_networkx` says which attributes there are; all are text or numbers,
-    as GraphML needs them.
+    `texts` has each graph's text by the graph's name, `buckets` each bucket's parameters and its
+    further attributes. `Explanation.to_networkx` says which attributes there are; all are text or
+    numbers, as GraphML needs them.
     """
     import networkx  # noqa: PLC0415  # torch brings it along, and importing it takes a while
 

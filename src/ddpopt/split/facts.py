@@ -368,8 +368,8 @@ class BackwardFacts:
     # effects keep their order.
     epilogue_copies: Mapping[Call, Memory]
     # The next three are explained in [Note: order, as a hook sees it].
-    # The calls of which a hook can observe whether they have run, so that they must run before each
-    # release before which they stand; and where they stand.
+    # The calls of which a hook can observe whether they have run, with the place of each. If a call
+    # stands before a release, it must run before that release.
     observable_calls: Mapping[Call, Place]
     # Where the gradient of each argument is released.
     release_places: Mapping[Argument, Place]
@@ -406,8 +406,10 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
 class ForwardOutput:
     """A value that AOTAutograd's forward returns, to the program or for the backward."""
 
-    name: str  # if it is saved for the backward, that of its input there
-    memory: Memory  # equal for values that share it
+    # The node's name; a backward's input for a saved value has the same name.
+    name: str
+    # Values that share memory have the same number.
+    memory: Memory
     # Whether the compiler may make the value in an argument's memory, see the function
     # `made_in_arguments`.
     made_in_arguments: bool
@@ -419,8 +421,8 @@ class ReachableMemory:
 
     # By the input's name.
     memory_of: Mapping[str, Memory] = field(default_factory=dict)
-    # The memory of values of the forward that `made_in_arguments` names: no tensors of the
-    # program's, but perhaps in the memory of one.
+    # The memory of the forward's values that the function `made_in_arguments` names: they are no
+    # tensors of the program's, but the compiler may have put them in the memory of one.
     made_in_arguments: AbstractSet[Memory] = frozenset()
 
     def find(self, node: fx.Node) -> Memory | None:
@@ -451,10 +453,10 @@ def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
 
 
 def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -> ReachableMemory:
-    """What of a backward graph's inputs the program can reach, given the forward's `outputs`.
+    """The inputs of a backward graph that the program can reach, given the forward's `outputs`.
 
-    That is what lives in the memory of arguments or of values that the forward returned to the
-    program, and the gradients of these, which the program may have passed in or got in a hook.
+    These are saved values in the memory of arguments, or of values that the forward returned to the
+    program; and tangents, which the program may have passed in or got in a hook.
     """
     placeholders = backward.graph.find_nodes(op="placeholder")
     tensors = {n.name for n in placeholders if isinstance(_torch.aten_value(n), torch.Tensor)}
@@ -485,11 +487,11 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
 
 
 def watched_inputs(backward: fx.GraphModule, reachable: ReachableMemory) -> set[fx.Node]:
-    """The inputs of which a later section finds out whether a hook has written to them.
+    """The inputs for which sections after the first check whether a hook has written to them.
 
-    Autograd finds that out of what eager has saved, and raises. Of what a compiled graph has saved
-    it does so before the first section. Not among them are inputs that the graph itself writes,
-    and tangents, which autograd does not watch either.
+    In eager autograd checks each saved tensor when its node runs, and raises. A compiled graph's
+    saved tensors it checks once, before the first section. Left out are inputs that the graph
+    itself writes, and tangents, which autograd does not check in eager either.
     """
     aliases = Aliases(backward)
     written = set()
@@ -617,11 +619,12 @@ def _snapshot_reads(
     *,
     may_compare_sizes: bool,
 ) -> tuple[dict[Call, frozenset[Memory]], list[Call]]:
-    """Calls that read what the forward had in reachable memory, as the forward left it.
+    """Calls that have to read reachable memory as the forward left it.
 
-    Such are calls of the forward that are made again, and read anything but parameters. Without a
-    gradient of an output among its inputs a graph does not tell which calls these are. And all that
-    read a value that was never a tensor of the program's, but may be made in an argument.
+    One kind are recomputed calls of the forward that read anything but parameters. (A graph without
+    a tangent among its inputs does not tell which calls are recomputed.) The other kind are calls
+    that read a value of the forward's that was no tensor of the program's, but that the compiler
+    may have made in an argument's memory.
 
     Returns the calls that are to read it all in snapshots, with the memory of which; and those that
     cannot, or return less than a snapshot would take, if that may be compared.

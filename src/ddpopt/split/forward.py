@@ -169,8 +169,8 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
 def _find_objects(gm: fx.GraphModule) -> list[fx.Node]:
     """The nodes that read an attribute of the graph which is no tensor, number or module.
 
-    `torch._dynamo.nonstrict_trace` makes such ones: a call is given the user's function, and the
-    structure of its arguments, beside the tensors in these.
+    A call of a function under `torch._dynamo.nonstrict_trace` has two such arguments, the function
+    and the structure of its arguments, beside the tensors in that structure.
     """
     objects = []
     for node in gm.graph.find_nodes(op="get_attr"):
@@ -247,7 +247,8 @@ def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
     passing = set(graph.find_nodes(op="output"))
     for node in reversed(call_nodes(graph)):
         is_used = not passing.isdisjoint(node.users)
-        # Whoever reads the memory that it writes to may pass a gradient back through it.
+        # If the node writes in place, a node that reads the memory later may pass a gradient back
+        # through it.
         writes_in_place = bool(written_by(node))
         if writes_in_place or (is_used and is_differentiable(node)):
             passing.add(node)

@@ -53,8 +53,8 @@ class Run:
     `versions` says of each slot that a section watches how often its tensor had been written to
     when the backward began. All sections run in `context`, the one in which the first section runs.
     AOTAutograd runs its backward in the context of whoever called `backward()`, so that settings of
-    torch, which are context variables, hold in it. A gate would otherwise find those of the thread
-    that autograd has for the gate's device.
+    torch that are context variables hold in the backward. In autograd's thread for its device a
+    gate would find other settings.
     """
 
     values: list[Any]
@@ -177,7 +177,7 @@ class Gate(torch.autograd.Function):
     def forward(
         ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
     ) -> torch.Tensor:
-        """The token for what is made next: the gate of the section before, or the forward.
+        """A new token, which the gate of the preceding section takes, or the compiled forward.
 
         `is_last` says that no section runs after this one.
         """
@@ -216,7 +216,8 @@ class Gate(torch.autograd.Function):
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, make: Callable[[], Sequence[Any]], *_sources: torch.Tensor) -> Any:
-        # One may be a gradient that the program passed in, whose history is the program's.
+        # A section may return a gradient that the program passed in, with the autograd history that
+        # it has in the program.
         return tuple(g.detach() if g is not None and g.requires_grad else g for g in make())
 
     @staticmethod
@@ -232,8 +233,8 @@ class _Once(torch.autograd.Function):
 _gate: Callable[..., torch.Tensor]
 _gate = getattr(super(torch.autograd.Function, Gate), "apply", Gate.apply)
 # `(make, *sources)`: returns the gradients that `make` returns, so that differentiating them
-# raises, as with AOTAutograd's. Autograd finds out when it is asked for gradients of `sources`, or
-# of what they were made from.
+# raises, as with AOTAutograd's. It raises when autograd is asked for gradients of `sources`, or of
+# tensors from which these were computed.
 refuse_double_backward: Callable[..., Sequence[torch.Tensor | None]] = _Once.apply
 
 

@@ -36,8 +36,8 @@ _LOCAL_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
 # Of torch's modules, those whose functions may do anything: they communicate, or stand for a
 # program's own `autograd.Function` (Dynamo's `allow_in_graph`).
 _OPAQUE_MODULES = ("torch.distributed", "torch._dynamo")
-# By operator, which lives as long as the process, or as the library that defines it: one that is
-# defined anew is another object.
+# By operator. An operator lives as long as the process, or as the library that defines it, and a
+# new definition is another object: so no entry is ever wrong.
 _pure_operators: dict[Any, bool] = {}
 
 
@@ -136,10 +136,11 @@ _GENERATED_TAGS = {
 
 
 def may_be_fused(value: fx.Node, reader: fx.Node) -> bool:
-    """Whether a compiler could have a call and one that reads its value in one loop.
+    """Whether a compiler could fuse the call that makes `value` with `reader`, into one loop.
 
-    It generates the loops of elementwise operations and of reductions itself; others are calls of
-    libraries. This is what the choice of sections and the estimates of `ddpopt.plan` go by.
+    It can if it generates the loops of both: those of elementwise operations and of reductions.
+    Other operators call libraries. The choice of sections and the estimates of `ddpopt.plan` ask
+    this.
     """
     return _has_generated_loop(value) and _has_generated_loop(reader)
 

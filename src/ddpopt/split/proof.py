@@ -135,10 +135,10 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
 ) -> None:
     """Show that a backward's sections release its gradients, each where the cut says.
 
-    Memory that was handed out with a gradient must not be read any more: DDP writes the reduced
-    gradient to it. Nor must a parameter whose gradient was released: a hook may update it. No
-    section keeps for later ones what its compiler may have put into memory of the program's. And
-    each finds out whether a hook has written to what it reads of the program's.
+    Once a gradient is released, its memory must not be read any more, since DDP writes the reduced
+    gradient to it, nor its parameter, which a hook may update. No section keeps for a later one a
+    value that its compiler may have put into memory of the program's. And each section checks
+    whether a hook has written to the program's tensors that it reads.
 
     Args:
         gm: the whole backward graph.
@@ -296,7 +296,7 @@ def _maker_of(node: fx.Node) -> fx.Node:
 def _memory_of_input(
     node: fx.Node, reachable: ReachableMemory, new_memory: Iterator[int]
 ) -> tuple[Hashable, ...]:
-    """The memory of an input of a backward. Two tangents may share it."""
+    """The memory of an input of a backward; all tangents share one, as they may."""
     found = reachable.find(node)
     memory: Hashable = next(new_memory) if found is None else ("reachable", found)
     return (memory, "any tangent's") if _torch.is_tangent(node) else (memory,)
@@ -356,8 +356,8 @@ def _require_whole_nodes(
 ) -> None:
     """Require that no event of an autograd node is behind the release of the node's gradients.
 
-    Here nodes are told by their numbers: AOTAutograd gives all calls of a node one, but those of
-    all Functions share the highest, so these have marks of their own.
+    All calls of one autograd node have one number from AOTAutograd, by which nodes are told apart
+    here. But all `autograd.Function`s share the highest number, so their calls have marks of ours.
     """
     numbers = [_torch.autograd_number(node) for node in call_nodes(gm.graph)]
     functions_number = max((number for number in numbers if number is not None), default=None)

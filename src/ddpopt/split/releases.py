@@ -11,13 +11,12 @@ autograd node that makes it. A traced graph does not show where that is:
                                                         -> autograd releases gx and gw
 
 Call 0 makes the gradient of `w`, yet a hook on `w` finds the new `amax`. A Function may even return
-the gradient that it got: then no call of its own makes that. So autograd is asked. AOTAutograd
-traces a backward by running it, and runs the hooks of the graph's arguments too. `watch_arguments`
-has each argument given such a hook, by an operator that is a call of the traced graph. When
-autograd releases a gradient, the hook marks the calls that were traced since the last release with
-the number of gradients that had been released before them. torch carries such marks from graph to
-graph. Of what a forward computes nothing is marked, so calls that are made again in backward have
-no mark either.
+the gradient that it got, which no call of its own makes. So autograd itself has to tell.
+AOTAutograd traces a backward by running it, and runs the hooks of the graph's arguments too.
+`watch_arguments` gives each argument a hook, by an operator that is a call of the traced graph.
+When autograd releases a gradient, its hook marks the calls that were traced since the last release
+with the number of gradients that had been released before. torch carries such marks from graph to
+graph. Calls of the forward get no mark, so neither do recomputed calls in the backward.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _FUNCTION_MARK = "ddpopt_function"
 def num_released_before_call(call: fx.Node) -> int | None:
     """How many gradients autograd had released before it made a call of a backward.
 
-    None for a call of the forward that is made again, and for one behind the last release.
+    None for a recomputed call of the forward, and for a call behind the last release.
     """
     return _torch.mark_of(call, _MARK)
 
@@ -59,7 +58,8 @@ class ReleaseOrder:
         self._arguments = arguments
         # For each argument whose gradient was released, how many were released before it.
         self._num_before: dict[Argument, int] = {}
-        # The last node of the forward, or that has a mark. None until the forward has ended.
+        # The last node that was traced when the forward ended, or, later, when a gradient was last
+        # released. None until the forward has ended.
         self._last_node: fx.Node | None = None
 
     def num_before(self, argument: Argument) -> int:

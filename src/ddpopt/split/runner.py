@@ -138,9 +138,10 @@ class GraphRunner:
         state.get(ddp).keep(cut or self._compiled.cut, self._compiled.text, self)
 
     def _cut_for_module(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> Cut:
-        """The cut with the parameters of a DDP module that runs another one's code.
+        """The cut with the parameters of a DDP module that runs code compiled for another module.
 
-        If it has others around them, the graph counts as the only one: it was cut at other buckets.
+        If that module has other parameters around the graph, buckets are predicted as if there were
+        none around: the graph was cut at other buckets anyway.
         """
         cut, reduced = self._compiled.cut, _torch.reducer_parameters(ddp)
         cut_parameters = {parameter for bucket in cut.buckets for parameter in bucket.parameters}
@@ -159,9 +160,10 @@ class GraphRunner:
 def _may_be_seen(ddp: DistributedDataParallel) -> bool:
     """Whether DDP may see in which order the gradients of this forward arrive.
 
-    It sees every backward from a forward that communicates to the end of its allreduces. One of a
-    forward under no_sync may be among them, as where two forwards have one loss, so only a module
-    that goes on and on under no_sync is taken for one whose gradients DDP never sees.
+    DDP sees the gradients of each backward that runs between a forward that communicates and the
+    end of its allreduces. This may be a backward of a forward under no_sync, as where two forwards
+    have one loss. So a module's gradients are taken to be unseen only if its forwards go on and on
+    under no_sync.
     """
     module_state = state.get(ddp)
     if ddp.require_backward_grad_sync:

@@ -116,10 +116,10 @@ def _require_two_parts(bucket_parts: Sequence[Sequence[Parameter]]) -> None:
 def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> tuple[Section, ...]:
     """Two or more sections of a forward graph, in forward order.
 
-    A bucket is complete once backward has passed the first uses of its parameters and of those
-    of all earlier buckets, because buckets are launched in order. The boundary goes before that
-    position. Moving it towards the start keeps complete every bucket that was, so that is where it
-    moves if there is no legal one at that position.
+    Buckets are launched in order, so a bucket is complete once backward has passed the first uses
+    of its own parameters and of all earlier buckets'. A boundary goes in front of the first of
+    these uses. If none is legal there, it moves towards the graph's start: it still completes every
+    bucket that it did.
 
     Raises:
         NotCutError: the graph should stay whole.
@@ -160,10 +160,11 @@ def _section_at(bounds: Sequence[Position], position: Position) -> SectionIndex:
 def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -> list[Position]:
     """The boundaries between each collective and the next first use; see [Note: collectives].
 
-    A first use and a collective of one call (a checkpoint, an operator with weights) are one.
+    No boundary is needed between a first use and a collective of the same call (a checkpoint, an
+    operator with weights).
 
     Raises:
-        NotCutError: there is no place for one of them.
+        NotCutError: a boundary is needed where none is possible.
     """
     bounds = []
     first_uses = set(facts.first_use.values())
@@ -302,9 +303,9 @@ def choose_backward_sections(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Gradients that are released together: those of DDP parameters, and perhaps others.
+    """Gradients that are released together: those of DDP `parameters`, and perhaps others.
 
-    `arguments` are those of the forward to which the gradients belong, the parameters' among them.
+    `arguments` are the forward's arguments to which these gradients belong.
     """
 
     parameters: Sequence[Parameter]
@@ -318,11 +319,11 @@ def _choose_parts(
 ) -> list[_Part]:
     """What is released together: the part of each bucket, divided by collectives.
 
-    See [Note: collectives]. Gradients in no bucket are among the parts only of a graph that may
-    communicate, since a hook of theirs may, too.
+    See [Note: collectives]. Only in a graph that may communicate do the parts have gradients that
+    are in no bucket: a hook on such a gradient may communicate too.
 
     Raises:
-        NotCutError: it is all one part.
+        NotCutError: there is one part only, of one bucket or of none.
     """
     collectives = [call for call, communicates in enumerate(facts.communicates) if communicates]
     if not collectives:
