@@ -470,7 +470,7 @@ def _as_it_is(argument: Any) -> Any:
 def test_what_may_be_compiled_anew_is_a_new_call(
     change_module: Callable[[Any], Any], change_input: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Such are other sizes, types, modes, plain attributes and hooks; the same again is not."""
+    """Other sizes, types, modes, plain attributes or hooks make a new call; equal ones do not."""
     parallel, x = _parallel(lambda m, x: x, ["cpu"] * 2), _rows(4)
     known = (_state_of(parallel.module), _signature_of((x, {})))
     assert (_state_of(parallel.module), _signature_of((x.clone(), {}))) == known

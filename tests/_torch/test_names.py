@@ -196,6 +196,7 @@ def test_the_supported_range_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_settings_of_which_one_is_missing_change_nothing() -> None:
+    """A setting that was made before the missing name was reached is taken back."""
     moved = PrivateName("torch._dynamo.config", "moved", Need.SPLIT)
     with (
         pytest.raises(TorchDriftError, match=r"torch\._dynamo\.config\.moved"),

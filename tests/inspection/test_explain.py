@@ -192,6 +192,10 @@ def _explain(is_recorded: bool = False, **options: Any) -> Explanation:
 @pytest.mark.quick("forward")
 @pytest.mark.parametrize("split", ["forward", "backward"])
 def test_the_document_is_json_with_every_section_and_node(one_rank: None, split: str) -> None:
+    """Sections are in order of their index: backward completes a forward's last one first.
+
+    A section's graph may have more nodes than the calls that it counts: views, for example.
+    """
     document = json.loads(_explain(split=split).to_json())
     (graph,) = document["graphs"]
     assert graph["split"] == split

@@ -97,10 +97,15 @@ def _cut(graph: str, num_nodes: int, *parameters: Parameter) -> Cut:
 
 
 def test_a_small_graph_in_front_does_not_make_a_large_ones_gradients_early() -> None:
-    """An embedding's backward is next to nothing; allreduces that begin before it hide nothing."""
+    """An embedding's backward is next to nothing; allreduces that begin before it hide nothing.
+
+    Here the large graph's backward, 99 of 100 calls, runs first. Its gradients are final when only
+    one call is still to come, so none is early.
+    """
     runs = [
         (_whole("4/0", 1, Reason.ONE_BUCKET), P[:1]),
-        (_whole("5/0", 99, Reason.NO_PARAMETERS), P[1:]),  # of which another is taken to be first
+        # NO_PARAMETERS: another graph was taken to use all of this one's parameters first.
+        (_whole("5/0", 99, Reason.NO_PARAMETERS), P[1:]),
     ]
     found = find_departures(runs, [P[2:], P[:2]])
     assert (found.early_bytes, found.total_bytes) == (0, 40)

@@ -222,7 +222,7 @@ def test_a_plan_that_was_saved_before_fields_were_added_is_read() -> None:
 
 
 def test_a_plan_of_many_parameters_is_read(tmp_path: Path) -> None:
-    """Here it has twenty thousand, with long names."""
+    """A plan has no limit of size or depth: here twenty thousand parameters with long names."""
     gradients = tuple(
         Gradient(name=f"layers.{k}{'.a_long_name' * 5}", num_bytes=4, ready_s=k * 1e-5)
         for k in range(20_000)

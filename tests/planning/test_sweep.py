@@ -176,7 +176,7 @@ def test_simulate_prints_the_simulation(
 def test_commands_keep_the_plans_interference(
     plan_path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the machine's, not the link's."""
+    """What allreduces take from computation is a matter of the machine, so other links keep it."""
     cost = AllreduceCost(startup_s=1e-4, s_per_byte=8e-9, interference=0.25)
     plan_buckets(plan.profile, cost, 2).save(plan_path)
     main(["simulate", plan_path, "--world-size", "16", "--bandwidth", "1gbit", "--json"])

@@ -78,7 +78,7 @@ def test_a_forward_split_leaves_all_its_graphs_and_the_cut(one_rank: None, tmp_p
 def test_a_backward_split_leaves_the_backward_and_its_sections(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """They are beside Dynamo's graph, and each call of the backward is in one section."""
+    """Files for both are beside Dynamo's graph, and each call of the backward is in one section."""
     ddp = _train(tmp_path)
     (folder,) = _compile_folders(tmp_path)
     sections = {f"backward_section_{k}" for k in range(3)}
@@ -94,7 +94,7 @@ def test_a_backward_split_leaves_the_backward_and_its_sections(
 def test_a_graph_that_is_compiled_whole_is_dumped_with_the_reason(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """Here it has one bucket, so no section."""
+    """With a cap of 25 MB the model has one bucket, so its graph is not cut."""
     _train(tmp_path, cap_mb=25)
     (folder,) = _compile_folders(tmp_path)
     assert _stems(folder, ".py") == {"original"}
