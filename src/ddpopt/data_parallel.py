@@ -471,7 +471,7 @@ def _uncompiled(hook: Hook) -> Hook:
 
 
 class _Modes(NamedTuple):
-    """The modes under which another thread computes the same."""
+    """Modes of torch that each thread has for itself, so that replicas compute as their caller."""
 
     has_grad: bool
     is_inference: bool
@@ -494,7 +494,9 @@ class _Modes(NamedTuple):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
+        """Have these modes in this thread, in a block."""
         with contextlib.ExitStack() as stack:
+            # First, since entering it turns gradients off, and the program may have them on in it.
             if self.is_inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.has_grad))

@@ -238,6 +238,7 @@ def _are_alike(leaf: _Leaf, own: _Leaf | None) -> bool:
 
 
 def _shown(leaf: _Leaf | None) -> str:
+    """A leaf as an error message shows it; None is a leaf that a rank lacks."""
     match leaf:
         case None:
             return "missing"

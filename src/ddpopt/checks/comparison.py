@@ -81,7 +81,7 @@ def precision_of(ddp: DistributedDataParallel, steps: Sequence[Outcome]) -> str:
         dtypes |= step.dtypes
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
-    coarsest = torch.bfloat16  # where none of them has a tolerance
+    coarsest = torch.bfloat16  # if no dtype of the steps has a tolerance
     for dtype in TOLERANCES:
         if dtype in dtypes:
             coarsest = dtype

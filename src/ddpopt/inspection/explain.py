@@ -147,19 +147,19 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
     planned: list[tuple[Parameter, ...]] = []
     for cut in cuts:
         if cut.buckets and not cut.is_shared:
-            # Each replaces the one before, since the latest graph knows of the most others.
+            # The last cut in the loop counts: the latest graph knows most of the others.
             planned = [bucket.parameters for bucket in cut.buckets]
     actual: list[tuple[Parameter, ...]] = []
     reported = state.get(ddp).reported_buckets
     if reported:
         parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
-        # A Reducer with sparse gradients may not tell what it reduces. Then those are known that
-        # still require gradients, and buckets of others have no names.
+        # A Reducer with sparse gradients may not tell what it reduces. Then only parameters that
+        # still require gradients are known, and a bucket with another one cannot be named.
         if all(index in parameters for bucket in reported for index in bucket):
             actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
 
-    # Of all that was compiled those count that ran in the last step. Before the first has run, it
-    # is the newest of each function's compiles that have gradients.
+    # The graphs that ran in the last step count. Before the first step these are, of each function,
+    # the newest compile with gradients.
     newest_cuts = state.get(ddp).last_cuts
     if not newest_cuts:
         newest_cuts = tuple({cut.frame: cut for cut in cuts if cut.arrival}.values())
@@ -184,10 +184,13 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
 
 
 def _completing_section(cut: Cut, members: set[str]) -> str:
-    """The name of the last section to run that has one of the members; the graph's without any."""
-    # Backward runs the sections of a forward in reverse.
-    ran_last_first = reversed(cut.sections) if cut.split == "backward" else cut.sections
-    for section in ran_last_first:
+    """The name of the section whose backward makes a bucket's last gradient.
+
+    `members` are the bucket's parameters. The graph's name if no section has any of them.
+    """
+    # From the last to run: backward runs the sections of a forward in reverse.
+    last_to_first = reversed(cut.sections) if cut.split == "backward" else cut.sections
+    for section in last_to_first:
         if members & set(section.parameters):
             return cut.name_of(section)
     return cut.graph
