@@ -26,7 +26,7 @@ def _item(place: str, test: str, *fixtures: str, **marks: tuple[str, ...]) -> An
 
 @pytest.mark.parametrize("fixture", ["four_ranks", "eight_ranks", "make_ranks", "ranks_of"])
 def test_no_test_of_many_ranks_or_of_ranks_made_for_it_is_quick(fixture: str) -> None:
-    """It is not in any folder, whatever its marks."""
+    """Such a test is not quick in any folder, whatever its marks."""
     assert quick_of([_item("system/test_x.py", "test_large", fixture, quick=())]) == []
     assert quick_of([_item("split/test_x.py", "test_large", "ranks", fixture)]) == []
 

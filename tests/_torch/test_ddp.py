@@ -372,7 +372,7 @@ def test_a_change_of_reducers_runs_no_hook_and_leaves_gradients_alone(
 def test_a_setting_that_is_not_known_is_found_where_it_is_set(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is one of which the module does not show whether it is set."""
+    """A setting whose value the module does not show is found too."""
     ddp = DistributedDataParallel(MLP(1))
     assert _torch.find_unknown_setting(ddp) == ""
     settings = {**_torch.ddp_settings(), "option": False}

@@ -109,7 +109,7 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for() -> None:
 
 
 def test_after_the_end_nobody_waits_for_a_task_that_nobody_runs() -> None:
-    """Such as in a function of `atexit` that runs later."""
+    """For example in an `atexit` function that runs later."""
     owner: Any = type("Owner", (), {})()
     worker = Worker(owner, torch.device("cpu"))
     first = worker.submit(lambda: 1)

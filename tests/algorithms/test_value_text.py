@@ -104,7 +104,7 @@ EQUAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_values_made_alike_have_one_text(name: str) -> None:
-    """They are other objects each time, as they are on each rank."""
+    """Each call makes new objects, as each rank does."""
     first, second = (EQUAL[name]() for _ in range(2))
     assert text_of({"mine": first}) == text_of({"mine": second})
 

@@ -11,7 +11,7 @@ from ddpopt.checks.comparison import limits_by_name, relative_error
 
 
 def test_tolerances_go_from_fine_to_coarse() -> None:
-    """That for TF32, never below that of float32, stands between those of float32 and float16."""
+    """TF32's limit stands between float32's and float16's, and is never below float32's."""
     assert list(limits_by_name({}).values()) == [1e-7, 1e-3, 1e-2, 1e-2, 5e-2]
     assert list(limits_by_name({torch.float32: 0.1}).values())[1:3] == [0.1, 0.1]
 

@@ -274,7 +274,7 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
 
 
 def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
-    """They do where nothing between them can be cut; here two sections are made one."""
+    """Here two sections are made one, as where no boundary is possible between two buckets."""
     ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(torch.randn(2, 64)).sum().backward()
@@ -343,7 +343,7 @@ def test_a_frozen_model_with_sparse_gradients_is_explained(one_rank: None) -> No
 
 
 def test_a_plan_stays_in_force_and_is_shown_after_a_reset(one_rank: None) -> None:
-    """It is the Reducer's; once that is another one, it is nobody's."""
+    """A plan belongs to its Reducer: when the module gets another one, the plan is gone."""
     ddp = DistributedDataParallel(MLP())
     plan = plan_of(ddp.module, SIZES_OF_MLP)
     ddpopt.rebucket(ddp, plan)

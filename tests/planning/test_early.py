@@ -53,7 +53,7 @@ def _train(rank: int, breaks: bool, sizes: list[int], lost: str = "") -> list[st
 
 
 def test_one_line_on_one_rank_says_what_keeps_most_gradients(ranks: Ranks) -> None:
-    """It is not said again where something is compiled later."""
+    """The line comes once, though something is compiled later."""
     (line,), second = ranks.run(_train, True, [2] * 12 + [3] * 12)
     assert line.startswith("only 8 % of the gradients")
     assert f"because {Reason.ONE_BUCKET.value.partition(';')[0]}" in line

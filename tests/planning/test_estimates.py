@@ -148,7 +148,7 @@ def test_gradients_have_the_sizes_and_groups_of_their_parameters() -> None:
 
 
 def test_a_model_on_the_meta_device_has_the_same_profile() -> None:
-    """It is traced as if it were on the device, here the CPU."""
+    """A meta model is traced as if it were on the accelerator, or on the CPU if there is none."""
     with torch.device("meta"):
         planned = GPT()
     inputs = {"tokens": TOKENS, "targets": TOKENS}
@@ -453,7 +453,7 @@ def test_looking_rows_up_does_not_read_the_whole_table() -> None:
 
 
 def test_an_expanded_tensor_is_read_once() -> None:
-    """It has 8 rows, which are one row in memory."""
+    """Its 8 rows are one row in memory."""
     graph = trace(lambda x, y: x.expand(8, 16) @ y, torch.ones(1, 16), torch.ones(16, 2))
     assert attribute(graph, "moved_bytes")["mm"] == 4 * (16 + 16 * 2 + 8 * 2)
 
@@ -478,7 +478,7 @@ def test_a_value_with_one_reader_in_the_same_loop_is_never_in_memory() -> None:
     ids=["two readers", "returned", "two readers, one through views"],
 )
 def test_a_pointwise_value_with_other_readers_is_written(function: Callable[..., Any]) -> None:
-    """It has to be in memory for the second reader."""
+    """A value that is fused with one reader has to be in memory for the other."""
     assert attribute(trace(function, torch.ones(4, 8)), "moved_bytes")["exp"] == 256
 
 

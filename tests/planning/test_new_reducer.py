@@ -318,7 +318,7 @@ def test_a_rank_may_run_out_of_batches_in_the_first_steps_with_a_new_reducer(
 
 
 def test_buckets_that_are_taken_back_keep_the_order_of_their_members(one_rank: None) -> None:
-    """It is the order in the tensor that ranks add up, and may not depend on what one compiled."""
+    """Members have one order in the tensor that ranks add up, whatever a rank has compiled."""
     ddp = DistributedDataParallel(Net())
     run = compiled(ddp)
     for _ in range(3):

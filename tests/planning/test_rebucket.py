@@ -346,7 +346,7 @@ def test_until_the_next_forward_no_backward_can_run_and_the_module_can_be_saved(
 
 
 def test_a_hook_that_runs_an_optimizer_keeps_its_buckets(one_rank: None) -> None:
-    """It is of torch's overlapped ZeRO, which numbers parameters by the Reducer's buckets."""
+    """A hook of torch's overlapped ZeRO, which numbers parameters by the Reducer's buckets."""
     ddp = DistributedDataParallel(MLP())
 
     def hook(_state, bucket):  # DDP refuses annotations that are strings

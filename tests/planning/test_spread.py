@@ -34,7 +34,7 @@ def _measured(rank: int, late: dict[str, float]) -> Measured:
 def test_the_rank_that_computes_longer_is_named_with_its_host_and_not_those_that_wait(
     num_ranks: int, part: str
 ) -> None:
-    """It is as much behind as it is late, also where there are but two."""
+    """The slowest rank is behind by the time that it computes longer, also of two ranks."""
     slow = min(17, num_ranks - 1)
     spread = _spread(num_ranks, slow, **{part: 0.04})
     assert (spread.slowest_rank, spread.slowest_part) == (slow, part)

@@ -53,7 +53,7 @@ def test_there_is_a_cell_for_each_world_size_and_bandwidth(plan: BucketPlan) -> 
 
 
 def test_a_cell_holds_the_simulators_efficiencies(plan: BucketPlan) -> None:
-    """They are of the saved plan and of the one for that cluster, with stragglers."""
+    """One is of the saved plan, one of the plan made for that cluster; both with stragglers."""
     slow = Stragglers(mean_delay=0.1, seed=5)
     links = Network(latency_s=50e-6, bytes_per_s=125e6)
     (cell,) = sweep(plan, (64,), (125e6,), NETWORK, slow)
@@ -155,7 +155,7 @@ def test_sweep_prints_the_cells_as_json(plan_path: str, capsys: pytest.CaptureFi
 def test_simulate_prints_the_simulation(
     plan_path: str, plan: BucketPlan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is of the plan's ring, or of given links and stragglers, here as JSON."""
+    """As text, of the plan's own ring; and as JSON, of given links and stragglers."""
     assert main(["simulate", plan_path, "--world-size", "16"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{simulate(plan, world_size=16)}\n")

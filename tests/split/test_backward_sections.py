@@ -321,7 +321,7 @@ def test_one_bucket_is_cut_between_collectives() -> None:
 
 
 def test_a_collective_behind_all_releases_has_a_section() -> None:
-    """That of an input's gradient, which another rank may not need at all."""
+    """The collective makes an input's gradient, which another rank may not need at all."""
     reads = [{}, {0: NO}, {1: NO}]
     chosen = _cut(_facts(reads, {0: (1,)}, collectives=[2]), [[0]])
     assert _sections(chosen) == [[0, 1], [2]]

@@ -89,7 +89,7 @@ def cached_step(one_rank: None, cache_folder: Path) -> Step:
 
 @needs_our_code_in_caches
 def test_a_warm_start_neither_traces_nor_cuts(one_rank: None) -> None:
-    """It has the cut and the nodes of the cold one, and gradients equal to the bit."""
+    """A warm start has the cold one's cut and nodes, and gradients equal to the bit."""
     with fresh_cache():
         cold = _step()
         with mock.patch.object(
@@ -112,7 +112,7 @@ def test_what_was_compiled_without_retain_graph_serves_with_it(cached_step: Step
 
 
 def test_an_unsplit_compile_takes_nothing_from_a_split_one(cached_step: Step) -> None:
-    """It has other code: donated buffers, for one."""
+    """An unsplit backward is compiled otherwise: with donated buffers, for one."""
     unsplit = _step(enabled=False)
     assert not unsplit.is_hit
     torch.testing.assert_close(unsplit.gradients, cached_step.gradients, rtol=0, atol=0)

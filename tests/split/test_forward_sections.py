@@ -80,7 +80,7 @@ def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
 
 
 def test_an_illegal_cut_moves_towards_the_start() -> None:
-    """So the bucket is complete at it still; two cuts may become one."""
+    """An earlier boundary completes the bucket too; two boundaries may become one."""
     uses = {0: 0, 1: 3, 2: 6}
     buckets = _buckets(3, uses, 10)
     assert _starts(_facts(uses), buckets) == [0, 3, 6]

@@ -274,7 +274,7 @@ def test_what_vmap_does_passes_gradients_back() -> None:
 
 
 def test_what_is_written_into_memory_counts_as_passing() -> None:
-    """It may be read by others."""
+    """Other nodes may read the memory, and pass gradients back."""
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         rows = torch.zeros(4, 4)

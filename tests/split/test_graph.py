@@ -23,7 +23,7 @@ from tests.support.models import MLP
 def test_names_that_only_a_cut_forward_needs_cost_no_cut_of_a_backward(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, split: str
 ) -> None:
-    """Those of regions, which no boundary in forward may divide, are ten."""
+    """Ten names tell regions, which no boundary in a forward may divide."""
 
     def moved() -> Any:
         raise TorchDriftError("torch has no such name")

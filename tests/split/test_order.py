@@ -349,7 +349,7 @@ def test_running_statistics_have_no_snapshots(
 @pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_checkpointed_batch_norms_are_cut(one_rank: None, split: str) -> None:
-    """They write to nothing when they are made again. Eager averages twice, so unsplit decides."""
+    """A recomputed norm leaves its averages alone. Eager's updates them: compare with unsplit."""
     unsplit, ddp = twins(CheckpointedNorms(), **CAP)
     expected = _train(unsplit, compiled(unsplit, enabled=False))
     assert_equal_states(_train(ddp, compiled(ddp, split=split)), expected)

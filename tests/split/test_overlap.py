@@ -97,7 +97,7 @@ def _record_events(
 def test_a_buckets_allreduce_is_launched_before_the_next_sections_backward(
     rank: int, inner: str, ddp_options: dict[str, Any], split: str
 ) -> None:
-    """It is for every bucket but the last, on both ranks, in every mode of the Reducer."""
+    """Every bucket but the last is launched early, on both ranks, in every mode of the Reducer."""
     events, cut = _record_events(rank, inner, ddp_options, split=split)
     assert cut.split == split
     assert len(cut.sections) >= 3

@@ -589,7 +589,7 @@ class Normed(MLP):
 def test_what_trained_eagerly_before_is_cut_where_ddps_buckets_are(
     one_rank: None, caplog: pytest.LogCaptureFixture, num_eager: int, split: str
 ) -> None:
-    """They are final by then, and formed from the order of eager steps."""
+    """DDP's buckets are final when it is compiled, and formed from the order of eager steps."""
     ddp = DistributedDataParallel(Normed(), **CAP)
     train(ddp, _inputs(num_eager))
     train(ddp, _inputs(4), compiled(ddp, split=split))
@@ -614,7 +614,7 @@ def test_one_eager_step_before_is_named_as_the_cause(
 @pytest.mark.quick("backward")
 @each_split
 def test_a_recompile_is_cut_where_ddps_buckets_are(one_rank: None, split: str) -> None:
-    """It is even when DDP formed other buckets than planned: they are final, and known by then."""
+    """Even if DDP formed other buckets than planned: they are final and known at a recompile."""
     ddp = DistributedDataParallel(MLP(), **CAP)
     model = compiled(ddp, split=split)
     _step_with_layers_again(ddp, model, (5, 0, 4, 1, 3, 2))

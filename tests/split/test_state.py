@@ -39,7 +39,7 @@ def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None
 
 
 def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None) -> None:
-    """They are those of a plan that is in force."""
+    """A plan that is in force has given the buckets."""
     ddp = _ddp()
     train(ddp, batches(0, [(2, 64)] * 4), compiled(ddp, split="backward"))
     known = state.get(ddp)

@@ -54,7 +54,7 @@ def _run(ddp: DistributedDataParallel) -> None:
 
 
 def test_a_module_that_never_uses_us_has_no_subscriber_and_no_state(one_rank: None) -> None:
-    """It is looked at once, in its first forward."""
+    """In its first forward it is looked at, and never again."""
     ddp = _ddp()
     _run(ddp)
     _run(ddp)

@@ -87,7 +87,7 @@ def test_what_once_failed_stays_right(fresh_ranks: Ranks, name: str) -> None:
     ],
 )
 def test_planted_bugs_are_found(fresh_ranks: Ranks, bug: str) -> None:
-    """They are, within `NUM_PLANTED` cases; a graph that is whole has none."""
+    """Each planted bug shows within `NUM_PLANTED` cases; a graph that stays whole has none."""
     numbers = [n for n in range(NUM_PLANTED) if n not in _findings or _findings[n].is_split]
     failure = _campaign(fresh_ranks, bug).first_failure(map(draw_case, numbers))
     assert failure is not None

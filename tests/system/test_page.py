@@ -307,7 +307,7 @@ def test_the_policy_forbids_every_load_and_every_script_but_the_pages_own() -> N
 
 
 def test_the_data_of_a_page_are_those_of_the_explanation() -> None:
-    """They are, whatever characters are in them."""
+    """Equal, whatever characters are in them."""
     for content in (example(), _hostile()):
         (data,) = re.findall(r'id="explanation">(.*?)</script>', render_page(content), re.DOTALL)
         assert json.loads(data) == content
