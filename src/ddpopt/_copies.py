@@ -1,8 +1,9 @@
 """Copies of what users hand in: modules, batches and losses, to be tried in place of the originals.
 
-A call that promises to change nothing runs the user's code on copies. What is left to guard against
-is a copy that uses an original after all, through a function that holds it, and leaves that are in
-nothing that was copied: `shielded` and `sparing_others` keep gradients from them.
+A call that promises to change nothing runs the user's code on copies. Gradients may still reach
+tensors of the user's: a copy may use an original after all, through a function that holds it
+(`shielded` raises then), or a loss may use leaves that are in no copied module (`sparing_others`
+keeps gradients from these).
 """
 
 from __future__ import annotations
@@ -78,12 +79,10 @@ def copy_model(
     *,
     shares_tensors: bool = False,
 ) -> Copies:
-    """Copies of a module and of a loss, or None, which may hold parts of it.
+    """Copies of a module and of a loss (or None), which may hold modules of the model.
 
-    With `shares_tensors` the copy has the module's own parameters and buffers, for who puts others
-    in their place.
-
-    Functions that were compiled are not compiled in the copy.
+    With `shares_tensors` the copy has the module's own parameters and buffers, for a caller that
+    puts other tensors in their place. Functions that were compiled are not compiled in the copy.
 
     Raises:
         error: the module cannot be copied.
@@ -108,9 +107,9 @@ def copy_model(
 
 
 def _copy_functions(original: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
-    """Replace functions in a copied module's attributes, which are shared, where they hold modules.
+    """Replace functions in a copied module's attributes by copies if they hold modules.
 
-    A forward that was set on the instance is one.
+    `copy.deepcopy` shares functions, such as a forward that was set on the instance.
     """
     compiled = _torch.compiled_functions(original)
     for name, value in vars(original).items():
@@ -205,7 +204,7 @@ class _Copier:
         return self._copy_owner(value) if callable(value) else value
 
     def _copy_items(self, values: Any) -> Any:
-        """A list, tuple or dictionary with copied values; itself if none of them is another."""
+        """A list, tuple or dictionary with copied values; itself if no value had to be copied."""
         if len(values) > _MOST_ITEMS:
             return values
         items = values.values() if isinstance(values, dict) else values
@@ -255,7 +254,7 @@ class _Copier:
 
 
 def _with_content(cell: types.CellType, value: Any) -> types.CellType:
-    """The cell, or another one where the value is not what is in it."""
+    """A closure's cell with this value: the given cell if it has it, or else a new one."""
     return cell if _content(cell) is value else types.CellType(value)
 
 
@@ -337,8 +336,8 @@ def use_of_original(name: str, what: str) -> str:
 def sparing_others(loss: torch.Tensor, own: Collection[torch.Tensor]) -> Iterator[None]:
     """Keep a backward of `loss` from all leaves that are not among `own`, and from their hooks.
 
-    Such as parameters of a loss, or of a module beside DDP which the forward calls. Leaves that
-    only a reentrant checkpoint reaches are not seen: its graph is made in backward.
+    Other leaves are parameters of a loss, or of a module beside DDP that the forward calls. Leaves
+    that only a reentrant checkpoint reaches are not seen: its graph is made in backward.
     """
     hooks = []
     muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # dictionaries, and what was in them

@@ -1,8 +1,8 @@
 """The functions of ddpopt's that Dynamo may look into: it sees nothing else of this package.
 
 Everything in the package's other files is hidden from it by `_torch/hidden.py`. So a function goes
-here if Dynamo is to compile it, and nothing else does. It calls nothing of ours by name: that would
-be hidden, and break the graph.
+here if Dynamo is to compile it, and no other function does. It calls no function of ours by name:
+that function would be hidden, and break the graph.
 """
 
 from __future__ import annotations

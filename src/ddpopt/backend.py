@@ -61,8 +61,8 @@ def backend(
             _see_to_buckets(resolved, ddp)
         version = _guard_on_rules(gm, example_inputs, ddp)
     except Exception as error:
-        # Any error at all: a private name may exist, and not be what it was. It costs the split,
-        # and is told as the reason; what users have to change is raised.
+        # Any error at all: a private name of torch may still exist, and be something else. Then the
+        # graph stays whole, with the error as the reason. Errors that users can mend are raised.
         if isinstance(error, DDPOptError) and not isinstance(error, TorchDriftError):
             raise
         refusal = NotCutError.because_of(error)
@@ -86,12 +86,12 @@ def backend(
 def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
     """Begin what watches or changes the buckets of a module that is about to run compiled code.
 
-    It is the module for which code is compiled, or one with which Dynamo shares it. There may be a
-    search or a hint, and a look at how early gradients leave.
+    That is a search for buckets or a hint, and a look at how early gradients leave. The module is
+    the one for which code is compiled, or one with which Dynamo shares the code.
 
     Raises:
         PlanError: the options name a plan that cannot be read, or does not fit the module.
-        TorchDriftError: this release lacks a name that is needed.
+        TorchDriftError: this release of torch lacks a private name that is needed.
     """
     rebucket.watch(ddp)
     early.watch(ddp)
@@ -147,7 +147,7 @@ def _check_is_on(options: Options) -> None:
     if options.drift:
         raise TorchDriftError(options.drift)
     # `optimize_ddp = False` turns off the in-tree optimizer, a workaround that stands in many
-    # programs. It is none of ours: Dynamo then gives us the same graphs as if it were True.
+    # programs. It does not switch ddpopt off: Dynamo gives us the same graphs as if it were True.
     if not options.enabled:
         raise NotCutError(Reason.DISABLED)
     if not torch.is_grad_enabled():

@@ -5,10 +5,10 @@ Compiling is not safe while replicas run (Dynamo and FX keep state that all thre
 replicas run concurrently only if no compile is to be expected. What graphs are guarded on is
 approximated, too finely rather than too coarsely: shapes and types of arguments, plain values
 in them and in the attributes of the module's parts, and the modes of torch. A call that differs in
-one of these from the previous one costs one forward without concurrency. That includes a call that
-repeats an earlier one: Dynamo moves the graph that it finds to the front of its list, and a thread
-that searches the list meanwhile may miss its own graph, and compile. Not seen are globals,
-closures, and the contents of objects of other classes.
+one of these from the previous one costs one forward without concurrency. So does a call like an
+earlier one, if another kind of call came in between: Dynamo moves the graph that it finds to the
+front of its list, and a thread that searches the list meanwhile may miss its own graph, and
+compile. Not seen are globals, closures, and the contents of objects of other classes.
 """
 
 from __future__ import annotations

@@ -103,15 +103,16 @@ _HERE = "on this rank, and perhaps on no other"
 class Reason(enum.Enum):
     """Why a graph is compiled whole.
 
-    One that `is_of_backward` is why forward is cut although `split` is "backward" or "auto". One
-    that `is_expected` lies in the settings or the graph; any other loses overlap that should not be
-    lost, and is logged as a warning. One that `is_alike` holds on all ranks that run the same
-    program, or on none.
+    The value is the sentence that users read.
     """
 
     _value_: str
+    # The reason lies in the settings or the graph. Any other is logged as a warning: overlap is
+    # lost that should not be.
     is_expected: bool
+    # The reason is why forward is cut, although `split` is "backward" or "auto".
     is_of_backward: bool
+    # The reason holds on all ranks that run the same program, or on none.
     is_alike: bool
 
     def __new__(cls, sentence: str, *marks: str) -> Reason:

@@ -30,8 +30,9 @@ class Options:
 
     `inner` compiles a section or a whole graph and has the signature of a Dynamo backend:
     `(graph_module, example_inputs) -> callable`. `aot` is the same compiler with access to the
-    backward graph that AOTAutograd makes, None if it gives none, as one that `has_cuda_graphs`.
-    `drift` names what this torch lacks to provide them as requested.
+    backward graph that AOTAutograd makes; None if the compiler does not give access to it, such as
+    Inductor with CUDA graphs (`has_cuda_graphs`). `drift` names what this torch lacks for the
+    compilers that were asked for, "" if nothing.
     """
 
     inner: _torch.CompilerFn

@@ -48,8 +48,8 @@ class ReducerRules:
     `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
     further ones. `is_rebuilt` says whether buckets follow the arrival order (see
     [Note: buckets]). `is_provisional` says that they are about to be replaced by better ones.
-    `arrives_last` are the parameters, by index, on whose gradient others that the Reducer does not
-    reduce are reduced: theirs have to be final before it arrives.
+    `arrives_last` are parameters, by index, whose gradients have to arrive last: when one arrives,
+    DDP reduces gradients of further parameters, which are in no bucket and have to be final then.
     """
 
     caps_bytes: tuple[int, ...]

@@ -129,7 +129,7 @@ class ModelCopy:
 
     model: torch.nn.Module  # what to call
     ddp: DistributedDataParallel  # the DDP module in it
-    ddp_modules: Sequence[DistributedDataParallel]  # that one, and those that the loss is made by
+    ddp_modules: Sequence[DistributedDataParallel]  # `ddp`, and DDP modules that the loss calls
     loss_fn: LossFn | None  # with copies of the modules in it
     initial_buffers: dict[str, torch.Tensor]  # with which each step begins, by name
     has_own_code: bool  # whether it runs code that was compiled for the copy alone
@@ -142,7 +142,7 @@ class ModelCopy:
         return loss, dtypes
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of the copy's parameters, and those of nothing else."""
+        """Compute the gradients of the copy's parameters, and of no other tensors."""
         own = {*self.ddp.parameters(), *_torch.reducer_parameters(self.ddp)}
         with _copies.sparing_others(loss, own):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ class ModelCopy:
         loss, dtypes = self.forward(_copies.copy_batch(batch, OptionError))
         self.backward(loss)
         gradients: dict[str, torch.Tensor | None] = {}
-        # Ranks compare by names, and may differ in what is compiled.
+        # Plain names: ranks compare gradients by name, and may have compiled different parts.
         parameters = dict(self.ddp.module.named_parameters())
         for name, called in _torch.plain_names(parameters).items():
             if parameters[name].requires_grad:

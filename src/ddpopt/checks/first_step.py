@@ -18,7 +18,7 @@ from ddpopt.planning.batch import Batch
 from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
-# The modules that were verified, or of which a line said why they were not. It is once for each.
+# Whether a module was verified, or a line in the log said why not; each module is tried once.
 _is_settled: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 
 
@@ -40,7 +40,7 @@ def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
         elif is_compiled_by_us(ddp):
             model = ddp
         else:
-            return  # it is eager, as far as can be seen before it ran; see `after_forward`
+            return  # nothing of the module is compiled, as far as is known yet: see `after_forward`
     except TorchDriftError as error:
         _decline(ddp, str(error), "use such a release")
         return
@@ -48,9 +48,9 @@ def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
 
 
 def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
-    """Verify a module that called something compiled which is no part of it.
+    """Verify a module whose forward called compiled code that is no part of the module.
 
-    That shows only once it ran: by the graphs that were compiled for the module.
+    Only after the forward is this known, by the graphs that were compiled for the module.
 
     Raises:
         VerificationError: compiled code is wrong.
@@ -75,8 +75,8 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
     except (BrokenOffError, DisagreementError):
         raise
     except Exception as error:
-        # The model may raise anything, the batch may not be copied, the loss may be none. That is
-        # no reason not to train: it costs the verification, and a line says so.
+        # The model may raise anything, the batch may be one that cannot be copied, the output may
+        # give no loss. Training goes on without the verification, and a line in the log says so.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if find_mode(ddp, KEEPING_FROM_REHEARSAL) is not None:
             remedy = "train without that mode"  # for which the step was refused

@@ -65,14 +65,14 @@ class _FirstForward(Subscriber):
                 _warn_if_nothing_compiled(ddp, is_whole=False)
 
 
-# Whether a module was warned of, or had all compiled that was to be.
+# Whether there was a warning about a module, or all was compiled that was to be.
 _are_warned_of: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 # What the warning said, "" where there was none.
 _warnings: ModuleSlot[str] = ModuleSlot(str, Lifetime.MODULE)
 
 
 def warning_of(ddp: DistributedDataParallel) -> str:
-    """What a warning said that Dynamo compiled nothing of, and why; "" where there was none."""
+    """The warning about a module of which Dynamo compiled nothing; "" if there was none."""
     return _warnings.get(ddp)
 
 
@@ -145,10 +145,10 @@ def _find_cause(module: torch.nn.Module) -> str:
 
 
 def _find_left_out(ddp: DistributedDataParallel) -> str | None:
-    """Say which parameters train and are used by nothing that was compiled; None without any.
+    """Say which trained parameters no compiled graph uses, such as `4 parameters of 0, 2`.
 
-    `4 parameters of 0, 2`, for example, are those of modules that Dynamo skips, and reaches only
-    through others that it skips.
+    They are the parameters of modules that Dynamo skips, and that it reaches only through modules
+    that it skips too. None if there are none.
     """
     training = {p for p in _torch.reducer_parameters(ddp) if p.requires_grad}
     num_left_out, paths = 0, []

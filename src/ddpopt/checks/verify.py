@@ -203,14 +203,14 @@ def _step_copy(
 
 
 class BrokenOffError(PeerError):
-    """A rank was lost while ranks communicated; leftovers of that may answer another call."""
+    """A rank was lost in the middle of a collective: the next collective may get its leftovers."""
 
 
 def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
-    """Return what `compute`, which communicates, returns; an error on one rank is one on all.
+    """Return what `compute` returns, which communicates; if it raises on one rank, raise on all.
 
-    A rank with an error waits for the others before it goes on: they may be waiting for it in an
-    allreduce, which its next one, of another step, would answer.
+    A rank with an error waits for the others before it goes on. They may be waiting for this rank
+    in an allreduce, and would take its next allreduce, of another step, for that one.
     """
     result: T | Exception
     try:
@@ -218,8 +218,8 @@ def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
             try:
                 result = compute()
             except Exception as error:
-                # The model may raise anything. Ranks communicate here, so it is raised below, on
-                # all of them.
+                # The model may raise anything. Other ranks are in the middle of communication, so
+                # the error is raised below, on all ranks.
                 result = error
     except PeerError as error:
         raise BrokenOffError(str(error)) from error

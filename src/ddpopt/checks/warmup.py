@@ -85,8 +85,8 @@ class _Report(NamedTuple):
 def _compare_models(ddp: DistributedDataParallel, report: _Report) -> None:
     """Warn or raise on all ranks if they compile for different DDP modules, or some do not compile.
 
-    Otherwise they would average gradients of different parameters, or wait for each other. It is
-    collective.
+    Otherwise ranks would average gradients of different parameters, or wait for each other.
+    Collective.
 
     Raises:
         DisagreementError: they do, and `config.disagreement` is "error".
@@ -152,9 +152,9 @@ def _facts_of(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Fact]:
 
 
 def _describe_order(cut: Cut) -> str:
-    """In which order a graph communicates and releases gradients; empty if it does not.
+    """The order in which a graph communicates and releases gradients; empty without collectives.
 
-    It is the same wherever the graph is cut, but a graph that is left whole has another.
+    Where the graph is cut makes no difference to this order; whether it is cut at all does.
     """
     if cut.order:
         return f"that of {cut.split}, {cut.order}"

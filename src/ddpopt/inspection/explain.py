@@ -200,7 +200,7 @@ def _relate(
     buckets: Sequence[BucketReport], predicted: Timeline | None, measured: RecordedStep | None
 ) -> tuple[BucketReport, ...]:
     """The buckets with their times, and with the others that share a section with each."""
-    # Buckets of several dtypes, or of a plan that was changed, do not match those with times.
+    # Where buckets are of several dtypes, or have changed, there may be other buckets with times.
     has_predicted = predicted is not None and len(predicted.buckets) == len(buckets)
     has_measured = measured is not None and len(measured.buckets) == len(buckets)
     related: list[BucketReport] = []
@@ -230,7 +230,7 @@ def _relate(
 def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timeline | None:
     """The iteration with these buckets; None if the plan is for other parameters."""
     given = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
-    # It may be of the module before it was compiled, or the other way round.
+    # The plan may have been made before the module was compiled, with other names, or after it.
     gradient_of = {called: given[name] for name, called in _torch.plain_names(given).items()}
     names_by_bucket = [bucket.actual or bucket.planned for bucket in buckets]
     all_names = [name for names in names_by_bucket for name in names]
@@ -239,7 +239,7 @@ def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timelin
     gradients: list[Gradient] = []
     ready_s = 0.0
     for name in all_names:
-        # In the order of these buckets a gradient is at least as late as those before it.
+        # These buckets may have another order than the plan's: a gradient behind a later one waits.
         ready_s = max(ready_s, gradient_of[name].ready_s)
         gradients.append(dataclasses.replace(gradient_of[name], ready_s=ready_s))
     sizes = [len(names) for names in names_by_bucket]

@@ -33,9 +33,9 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     Where `buckets="auto"` has measured all ranks, `ddpopt.ranks` has what a step computes on the
     median rank then, without waiting for others, and which rank was the slowest, by how much.
 
-    An attached algorithm adds what its `Handle.metrics` returns; DDP knows nothing of what it
-    communicates, and those numbers are left out, as is what is not known yet.
-    If the model is not compiled, the numbers of sections and graphs are 0.
+    An attached algorithm adds what its `Handle.metrics` returns. DDP does not measure an
+    algorithm's communication, so then DDP's times of communication are left out. So is any number
+    that is not known yet. If the model is not compiled, the numbers of sections and graphs are 0.
 
     Args:
         model: A DistributedDataParallel module, or what `torch.compile` returned for one.
@@ -90,8 +90,8 @@ _sources: ModuleSlot[Callable[[], Source | None]] = ModuleSlot(
 
 
 def set_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
-    """Add to a module's metrics those of the source that `find` returns, while it returns one."""
-    state.get(ddp)  # from here on it is known that there is a DDP module, see `has_modules`
+    """Add a source's metrics to a module's: of the source that `find` returns, or none if None."""
+    state.get(ddp)  # registers the DDP module, see `has_modules`
     _sources.set(ddp, find)
 
 

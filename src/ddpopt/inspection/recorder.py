@@ -2,13 +2,13 @@
 
 [Note: recording]
 Sections report themselves (`steps/sections.py`), and gradients are timed as in [Note: times of a
-step].
-After the first step, hooks stay only on the gradients that completed a bucket in it, and on one of
-each backward, whose end would be missed otherwise: autograd's order is the same in each step of the
-same graphs, and hooks on hundreds of gradients would cost time. Only the process group knows when
-an allreduce has finished; torch's profiler records it. The profiler cannot be on twice: where it is
-on already, that time is left out, and sections and buckets appear as named ranges in the profile of
-whoever turned it on.
+step]. After the first step, hooks stay only on the gradients that completed a bucket in that step,
+and on one gradient of each backward, whose end would be missed otherwise: autograd's order is the
+same in each step of the same graphs, and hooks on hundreds of gradients would cost time.
+
+Only the process group knows when an allreduce has finished; torch's profiler records it. The
+profiler cannot be on twice. If the user has turned it on, the time at which an allreduce finishes
+is not recorded, and sections and buckets appear as named ranges in the user's profile.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class _Recorder(Subscriber):
         self._buckets = state.get(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
         self._num_watched = [len(bucket) for bucket in self._buckets]  # gradients of each bucket
-        self._missing: list[int] = []  # how many of them have not arrived in this step
+        # How many gradients of each bucket have not arrived yet in this step.
+        self._missing: list[int] = []
         num_bytes = {p.index: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
         self._names = [
             f"ddpopt: bucket {k} ready ({format_bytes(sum(num_bytes[i] for i in bucket))})"

@@ -63,8 +63,8 @@ class RecordedStep:
 
     @property
     def communication_s(self) -> float | None:
-        """The sum of all allreduces, without the time that one waited for the one before it."""
-        # They run one at a time, so one begins when it is launched or when the one before it ends.
+        """The time in which an allreduce ran, without the time that launched ones were queued."""
+        # Allreduces run one at a time: each begins when it is launched or when the last one ends.
         total_s, end_s = 0.0, -math.inf
         for bucket in self.buckets:
             if bucket.finished_s is None:
