@@ -1,7 +1,7 @@
 """Loops in which DDP's buckets change: drawn by rules, run on two ranks beside eager DDP.
 
-The machine writes the script, and with each action what is to come of it, from what `rebucket`,
-[Note: tuning] and `explain` promise. Ranks are other processes, and hypothesis is not in them.
+The machine writes the script, and with each action what is to come of it, as `rebucket`, `explain`
+and [Note: tuning] promise. Ranks are other processes, and hypothesis is not in them.
 
 What is checked after each action, on each rank: gradients, parameters and buffers are eager DDP's;
 the Reducer has exactly the buckets that the rules say, which are eager DDP's own or a plan's; and
