@@ -128,7 +128,6 @@ class Action:
     arguments: dict[str, Any]
     error: str  # a word of the error that it raises
     plan: int | None  # whose buckets DDP has; None for its own
-    known_by: tuple[int, ...]  # the ranks on which `explain` has that plan
     tuning: tuple[str, str]  # how the account of the search begins, by rank
 
 
@@ -171,12 +170,11 @@ class Loop(RuleBasedStateMachine):
         self.is_frozen = False  # the first layer
         self.is_forbidden = False  # backward, until the next forward
         self.plan: int | None = None
-        self.known_by: set[int] = set()
         # Of the search.
         self.stage = {"file": _TAKING, "auto": _LOOKING}.get(self.settings.source, "")
         self.num_counted = self.num_postponed = 0
         self.outcome = ""
-        self.before: tuple[int | None, int | None] = (None, None)  # plan and limits
+        self.limits_before: int | None = None
         self.asleep = set(BOTH)  # ranks that have compiled nothing (since a reset)
 
     def _has(self, option: str) -> bool:
@@ -280,7 +278,7 @@ class Loop(RuleBasedStateMachine):
         if obstacle := self._find_obstacle():
             self._add("rebucket", error=obstacle, number=number)
             return
-        self._take(number)
+        self.plan = self.limits = number
         self.is_forbidden = True
         self._add("rebucket", number=number)
 
@@ -302,7 +300,6 @@ class Loop(RuleBasedStateMachine):
     @rule(forgetting=st.sampled_from([(0,), BOTH]))
     def reset(self, forgetting: tuple[int, ...]) -> None:
         """torch._dynamo.reset(), which one rank may call alone."""
-        self.known_by.difference_update(forgetting)
         self.asleep.update(forgetting)
         self._add("reset", forgetting=forgetting)
 
@@ -320,8 +317,7 @@ class Loop(RuleBasedStateMachine):
         if not stage or self.num_counted < _STAGES[stage] + self.num_postponed:
             return
         of_search = _FILE if stage is _COMPARING else None
-        is_changed = bool(self.known_by) and self.plan not in (None, of_search)
-        if self.asleep or is_changed:
+        if self.asleep or self.plan not in (None, of_search):
             self._give_up(stage)
         elif self.has_passed_by or (self._has("gradient_as_bucket_view") and self.has_gradients):
             self.num_postponed += 1
@@ -331,16 +327,12 @@ class Loop(RuleBasedStateMachine):
             self._end_stage("")
             self.outcome = f"{_CHANGED}\njudged"
             if self.settings.is_worse:
-                (self.plan, self.limits), self.known_by = self.before, set()
+                self.plan, self.limits = None, self.limits_before
         else:
-            self.before = (self.plan, self.limits)
-            self._take(_FILE)
+            self.limits_before = self.limits
+            self.plan = self.limits = _FILE
             self.outcome = "buckets are those of" if stage is _TAKING else f"{_CHANGED}\n"
             self._end_stage(_COMPARING if stage is _LOOKING else "")
-
-    def _take(self, number: int) -> None:
-        self.plan = self.limits = number
-        self.known_by = set(BOTH)
 
     def _give_up(self, stage: str) -> None:
         self._end_stage("")
@@ -360,7 +352,6 @@ class Loop(RuleBasedStateMachine):
                 arguments=arguments,
                 error=error,
                 plan=self.plan,
-                known_by=tuple(sorted(self.known_by)),
                 tuning=(tuning[0], tuning[1]),
             )
         )
@@ -515,8 +506,7 @@ class OnRank:
         plan = None if action.plan is None else self.settings.plan(action.plan)
         planned = own if plan is None else list(map(set, rebucket.indices_of(ddp, plan)))
         assert buckets == planned
-        known = rebucket.plan_of(ddp)
-        assert known == (plan if self.rank in action.known_by else None)
+        assert rebucket.plan_of(ddp) == plan
         self._check_explanation(action, buckets)
 
     def _check_explanation(self, action: Action, buckets: list[set[int]]) -> None:
@@ -529,8 +519,8 @@ class OnRank:
         told = [set(bucket.actual) for bucket in explained.buckets if bucket.actual]
         if told:
             assert told == [{names[index] for index in bucket} for bucket in buckets]
-        if action.plan is not None and self.rank in action.known_by:
-            assert explained.bucket_plan is not None
+        assert (explained.bucket_plan is None) == (action.plan is None)
+        if action.plan is not None:
             assert not any(bucket.is_as_planned is False for bucket in explained.buckets)
 
 
