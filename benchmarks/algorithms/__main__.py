@@ -5,7 +5,7 @@
 Each algorithm has processes of its own, one a rank, on an emulated cluster (harness/cluster.py) or,
 when this runs under torchrun, on a real one. See benchmarks/README.md.
 """
-# test: skip, minutes; tests/system/test_algorithm_benchmarks.py runs a small one
+# test: skip, minutes; tests/system/test_benchmarks.py runs a small one
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 Every algorithm gets the same weights, the same batches on each rank and the same number of them;
 no model is compiled, and nothing is timed. See benchmarks/README.md.
 """
-# test: skip, an hour; tests/system/test_algorithm_benchmarks.py runs a small one
+# test: skip, an hour; tests/system/test_benchmarks.py runs a small one
 
 from __future__ import annotations
 

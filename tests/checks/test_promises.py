@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.planning import AllreduceCost, Device, estimate
 from tests.support.models import batches
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.world import changes, world_of
 
 NETWORK = AllreduceCost(startup_s=1e-4, s_per_byte=1e-9)
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
         self.norm = nn.BatchNorm1d(32)
         self.register_buffer("center", torch.zeros(32))
         self.generator = torch.Generator()
@@ -135,6 +135,7 @@ def _train(
     rank: int, calls: Sequence[str], losses: Sequence[str], steps_before: int, options: Any
 ) -> tuple[dict[str, list[str]], list[torch.Tensor]]:
     """What each call before some step changed, and the parameters after two more steps."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     loss = Loss()
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=0.004, **options)
@@ -159,25 +160,26 @@ def _train(
     return changed, [p.detach().clone() for p in [*ddp.parameters(), *loss.parameters()]]
 
 
-def _assert_unchanged(ranks: Ranks, calls: Sequence[str], losses: Sequence[str], *how: Any) -> None:
+def _assert_unchanged(rank: int, calls: Sequence[str], losses: Sequence[str], *how: Any) -> None:
     """No call changed what is reached from module, loss and optimizers, or what training does."""
-    expected = ranks.run(_train, (), (), *how)
-    actual = ranks.run(_train, calls, losses, *how)
-    for (changed, parameters), (_, without) in zip(actual, expected, strict=True):
-        assert not any(changed.values()), changed
-        assert changed
-        assert all(map(torch.equal, parameters, without))
+    _, expected = _train(rank, (), (), *how)
+    changed, parameters = _train(rank, calls, losses, *how)
+    assert changed
+    assert not any(changed.values()), changed
+    assert all(map(torch.equal, parameters, expected))
 
 
 @pytest.mark.quick("0-options0")
 @pytest.mark.parametrize(
     ("steps_before", "options"), [(0, {}), (0, {"static_graph": True}), (2, {})]
 )
+@on_ranks(2)
 def test_a_call_that_promises_to_change_nothing_changes_nothing(
-    ranks: Ranks, steps_before: int, options: dict[str, Any]
+    rank: int, steps_before: int, options: dict[str, Any]
 ) -> None:
-    _assert_unchanged(ranks, tuple(CALLS), ("module",), steps_before, options)
+    _assert_unchanged(rank, tuple(CALLS), ("module",), steps_before, options)
 
 
-def test_a_loss_may_hold_its_modules_in_any_way(ranks: Ranks) -> None:
-    _assert_unchanged(ranks, ("warmup", "plan, eager"), tuple(LOSSES), 0, {})
+def test_a_loss_may_hold_its_modules_in_any_way(one_rank: None) -> None:
+    """All calls copy a loss by one function; this one compiles nothing."""
+    _assert_unchanged(0, ("plan, eager",), tuple(LOSSES), 0, {})

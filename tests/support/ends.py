@@ -13,9 +13,11 @@ import collections
 import datetime
 import json
 import os
+import select
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ def _raise(*_ignored: object) -> None:
     raise _UsersError
 
 
-def _train_and_end(rank: int, store: str, name: str, ending: str) -> None:
+def _train_and_end(earlier: Sequence[int], store: str, name: str, ending: str) -> None:
+    """Train and end, as the rank behind those of the `earlier` processes."""
+    rank = len(earlier)
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
@@ -63,8 +67,8 @@ def _train_and_end(rank: int, store: str, name: str, ending: str) -> None:
         time.sleep(LATE_S)
     if ending == "alone":
         if rank == 1:
-            time.sleep(6)
-            os._exit(1)  # it hung, and was killed
+            select.select([os.pidfd_open(earlier[0])], [], [])  # it hangs until rank 0 is over
+            os._exit(1)  # it was killed
         background.EXIT_S = 1.0
     if ending == "backward":
         model[0].weight.register_hook(_raise)
@@ -84,12 +88,12 @@ def exit_codes(name: str, ending: str, num_runs: int) -> collections.Counter[int
     codes: collections.Counter[int] = collections.Counter()
     for _ in range(num_runs):
         with tempfile.TemporaryDirectory() as folder:
-            processes = []
-            for rank in range(2):
+            processes: list[int] = []
+            for _ in range(2):
                 process = os.fork()
                 if not process:
                     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the tracebacks
-                    _train_and_end(rank, f"{folder}/store", name, ending)
+                    _train_and_end(processes, f"{folder}/store", name, ending)
                     sys.exit()
                 processes.append(process)
             codes.update(os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) for p in processes)

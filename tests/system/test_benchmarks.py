@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,16 +18,16 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import cluster, simplefsdp  # noqa: E402
-from benchmarks.harness.models import Chain, Model  # noqa: E402
-from benchmarks.harness.peers import find_peer  # noqa: E402
-from benchmarks.harness.teams import Setting, Task  # noqa: E402
-from benchmarks.harness.worker import Worker  # noqa: E402
-from ddpopt._torch.names import installed_release  # noqa: E402
-from tests.support.ranks import Ranks  # noqa: E402
+from benchmarks.algorithms import peers as algorithms
+from benchmarks.algorithms.report import Turn, straggler
+from benchmarks.harness import cluster, simplefsdp
+from benchmarks.harness.models import Chain, Model
+from benchmarks.harness.peers import PEERS, find_peer
+from benchmarks.harness.teams import Setting, Task
+from benchmarks.harness.worker import Worker
+from ddpopt._torch.names import installed_release
+from tests.support.documents import ROOT, run_command
+from tests.support.on_ranks import gather, on_ranks
 
 NOT_EMULATED = cluster.why_not_emulated()
 needs_network = pytest.mark.skipif(bool(NOT_EMULATED), reason=NOT_EMULATED)
@@ -50,15 +51,22 @@ def _start(*command: str, folder: Path | None = None) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, before)
 
 
+def _run(module: str, options: str = "", folder: Path | None = None) -> tuple[int, str]:
+    """Run a benchmark to its good end, with its output in a folder; return its id and text."""
+    to_folder = [] if folder is None else ["--output", str(folder)]
+    run = _start("-m", f"benchmarks.{module}", *options.split(), *to_folder)
+    text, _ = run.communicate()
+    assert run.returncode == 0, text
+    return run.pid, text
+
+
 def _namespaces(pid: int) -> list[str]:
     return [name for name in cluster.own_namespaces() if name.startswith(f"ddpopt-{pid}-")]
 
 
 def test_the_table_of_models_needs_no_further_package() -> None:
     """Models of a package that is not there are listed with what to install."""
-    run = _start("-m", "benchmarks.harness.models")
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
+    _, text = _run("harness.models")
     names = ("gpt", "convnet", "fused", "bert", "gpt2", "t5", "resnet50", "vit")
     assert all(f"\n| {name} |" in text for name in names)
 
@@ -66,21 +74,16 @@ def test_the_table_of_models_needs_no_further_package() -> None:
 @pytest.mark.nightly
 def test_what_cutting_costs_is_measured() -> None:
     """Of both splits beside the unsplit compile."""
-    sizes = ("--inner", "aot_eager", "--parameters", "12", "--sections", "3", "--rounds", "2")
-    run = _start("-m", "benchmarks.cost.overhead", *sizes)
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
+    sizes = "--inner aot_eager --parameters 12 --sections 3 --rounds 2"
+    _, text = _run("cost.overhead", sizes)
     assert all(f"| {arm}" in text for arm in ("backward", "forward", "unsplit again")), text
 
 
 @pytest.mark.nightly
 def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
     """The plan beside DDP's default and all caps, each with a prediction, at each rate anew."""
-    options = ("--models", "tiny", "--rates", "1gbit,2gbit", "--rounds", "1")
-    options = (*options, "--inner", "aot_eager")
-    run = _start("-m", "benchmarks.overlap.tuning", *options, "--output", str(tmp_path))
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
+    options = "--models tiny --rates 1gbit,2gbit --rounds 1 --inner aot_eager"
+    _run("overlap.tuning", options, tmp_path)
     cells = json.loads((tmp_path / "overlap.tuning.json").read_text())["cells"]
     assert [cell["rate"] for cell in cells] == ["1gbit", "2gbit"]
     for cell in cells:
@@ -95,9 +98,7 @@ def test_tuning_measures_every_choice_of_buckets(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -> None:
     """A table with a row a peer, the same as JSON, a timeline; then the network is gone."""
-    run = _start("-m", "benchmarks.overlap", "--quick", "--output", str(tmp_path))
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
+    pid, _ = _run("overlap", "--quick", tmp_path)
     found = json.loads((tmp_path / "overlap.json").read_text())
     (cell,) = found["cells"]
     peers = ["eager", "intree", "backward"]
@@ -111,7 +112,7 @@ def test_quick_measures_every_peer_and_writes_what_it_measured(tmp_path: Path) -
     assert ("UNSHAPED" in table) == bool(NOT_EMULATED)
     is_drawn = importlib.util.find_spec("matplotlib") is not None
     assert bool(list(tmp_path.glob("timeline-*.png"))) == is_drawn
-    assert _namespaces(run.pid) == []
+    assert _namespaces(pid) == []
 
 
 def _layers() -> Chain:
@@ -126,8 +127,10 @@ LAYERS = Model("layers", "four layers of 64 x 64", _layers, _batch)
 NUM_PARAMETERS = 8
 
 
-def _train_as(rank: int, peer: str, inner: str) -> tuple[tuple[float, float], int]:
+def _train_as(rank: int, peer: str, inner: str = "aot_eager") -> tuple[Any, int]:
     """Return the losses of the first and the fourth step, and the allreduces in a later graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
     setting = Setting(inner=inner, num_threads=None, folder=Path())
     task = Task(
         setting=setting, peer=peer, model=f"{__name__}:LAYERS", cap_mb=None,
@@ -145,39 +148,23 @@ def _train_as(rank: int, peer: str, inner: str) -> tuple[tuple[float, float], in
 
 
 @pytest.mark.nightly
-def test_peers_without_ddp_compute_what_ddp_does(ranks: Ranks) -> None:
-    """Also after updates; the allreduces of one are in its compiled backward."""
-    alike = ("replicate", "simplefsdp")
-    (base, _), (other, _) = ranks.run(_train_as, "eager", "aot_eager")
-    assert base != other  # each has a batch of its own
-    for peer, num_in_graph in zip(alike, (0, NUM_PARAMETERS), strict=True):
-        found = ranks.run(_train_as, peer, "aot_eager")
-        assert [counted for _, counted in found] == [num_in_graph] * 2
-        for (losses, _), expected in zip(found, (base, other), strict=True):
-            assert losses == pytest.approx(expected, rel=1e-5)
+@on_ranks(2)
+def test_peers_without_ddp_compute_what_ddp_does(rank: int) -> None:
+    """Also after updates; the allreduces of one are in its compiled backward.
 
-
-@pytest.mark.nightly
-def test_inductor_schedules_allreduces_for_the_rate_that_it_is_told(ranks: Ranks) -> None:
-    """On a CPU, whose rates have to be told as well: fewer allreduces, and the same losses."""
-    plain = ranks.run(_train_as, "simplefsdp", "aot_eager")
-    trained = ranks.run(_train_as, "simplefsdp:gbit=1", "inductor")
-    for (losses, counted), (expected, _) in zip(trained, plain, strict=True):
-        assert 1 <= counted < NUM_PARAMETERS
-        assert losses == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.skipif(
-    installed_release() < (2, 15), reason="Inductor merges allreduces by layer since torch 2.15"
-)
-@pytest.mark.nightly
-def test_inductor_makes_one_allreduce_a_layer(ranks: Ranks) -> None:
-    """And losses are those of one for each parameter."""
-    plain = ranks.run(_train_as, "simplefsdp", "aot_eager")
-    trained = ranks.run(_train_as, "bylayer", "inductor")
-    for (losses, counted), (expected, _) in zip(trained, plain, strict=True):
-        assert counted == len(_layers().layers)
-        assert losses == pytest.approx(expected, rel=1e-4)
+    Inductor schedules them for the rate that it is told, on a CPU too, whose rates have to be told
+    as well: there are fewer then. Since torch 2.15 it makes one of each layer's.
+    """
+    losses, _ = _train_as(rank, "eager")
+    assert len(set(gather(losses))) == 2  # each rank has a batch of its own
+    losses = pytest.approx(losses, rel=1e-4)
+    assert _train_as(rank, "replicate") == (losses, 0)
+    assert _train_as(rank, "simplefsdp") == (losses, NUM_PARAMETERS)
+    scheduled, counted = _train_as(rank, "simplefsdp:gbit=1", "inductor")
+    assert scheduled == losses
+    assert 1 <= counted < NUM_PARAMETERS
+    if installed_release() >= (2, 15):
+        assert _train_as(rank, "bylayer", "inductor") == (losses, len(_layers().layers))
 
 
 @pytest.mark.quick
@@ -248,18 +235,93 @@ def _commands() -> list[str]:
 @pytest.mark.nightly
 def test_scale_prints_its_exponents() -> None:
     """Of both splits."""
-    sizes = ("--calls", "1000,2000", "--sections", "5,10", "--at-calls", "1000")
-    run = _start("-m", "benchmarks.cost.scale", *sizes)
-    text, _ = run.communicate()
-    assert run.returncode == 0, text
+    _, text = _run("cost.scale", "--calls 1000,2000 --sections 5,10 --at-calls 1000")
     assert "\nforward: calls to the power of" in text
     assert "\nbackward: calls to the power of" in text
 
 
 @pytest.mark.quick
-def test_a_peer_is_named_with_its_options() -> None:
+@pytest.mark.parametrize(
+    ("peers", "text", "options"),
+    [
+        (PEERS, "backward:number=1:name=text", {"number": 1, "name": "text"}),
+        (algorithms.PEERS, "async:sync_interval_ms=20", {"sync_interval_ms": 20}),
+    ],
+)
+def test_a_peer_is_named_with_its_options(peers: Any, text: str, options: Any) -> None:
     """Values are JSON, or else text."""
-    peer, options = find_peer("backward:number=1:name=text")
-    assert (peer.name, options) == ("backward", {"number": 1, "name": "text"})
+    name = text.partition(":")[0]
+    assert find_peer(text, peers) == (peers[name], options)
     with pytest.raises(ValueError, match="there are eager"):
-        find_peer("nobody")
+        find_peer("nobody", peers)
+
+
+# ---- communication algorithms -----------------------------------------------------------------
+
+# One of each kind; convergence has the others.
+ALGORITHMS, STRAGGLING = ("eager", "ddpopt", "async"), ("eager", "async")
+CONVERGING = (
+    "ddpopt", "decentralized", "shift_one", "low_precision", "async", "bytegrad", "qadam",
+    "fp16", "powersgd", "post_local_sgd",
+)  # fmt: skip
+
+
+def _measure(folder: Path, options: str) -> tuple[dict[str, Any], str]:
+    """Return what the benchmark writes, as data and as text."""
+    _run("algorithms", f"--quick {options}", folder)
+    text = (folder / "algorithms.md").read_text()
+    return json.loads((folder / "algorithms.json").read_text()), text
+
+
+@pytest.mark.nightly
+def test_quick_measures_algorithms_and_what_a_straggler_costs(tmp_path: Path) -> None:
+    """A row each; on loopback bytes are not counted, and the table says so."""
+    options = f"--algorithms {','.join(ALGORITHMS)} --straggling {','.join(STRAGGLING)} --loopback"
+    found, text = _measure(tmp_path, options)
+    (cell,) = found["cells"]
+    assert tuple(cell["peers"]) == ALGORITHMS
+    assert not found["failures"]
+    assert all(peer["samples_per_s"]["low"] > 0 for peer in cell["peers"].values())
+    assert all(peer["sent_bytes"] is None for peer in cell["peers"].values())
+    assert "bytes were not counted" in text.lower()
+    assert "UNSHAPED" in text
+    rates, stragglers = text.split("## With a straggler")
+    assert all(f"\n| {name} |" in rates for name in ALGORITHMS)
+    assert all(f"\n| {name} | 1gbit (not applied) |" in stragglers for name in STRAGGLING)
+
+
+@needs_network
+def test_bytes_are_counted_at_the_interface_of_each_rank(tmp_path: Path) -> None:
+    """Two ranks send a model's size in allreduce, and a quarter of it in codes of one byte."""
+    found, text = _measure(tmp_path, "--algorithms eager,bytegrad --straggling=")
+    (cell,) = found["cells"]
+    gradient_bytes = 4 * 470_784  # of the model `small`
+    sent = {name: peer["sent_bytes"] / gradient_bytes for name, peer in cell["peers"].items()}
+    assert 1 < sent["eager"] < 1.1
+    assert 0.25 < sent["bytegrad"] < 0.35
+    assert "UNSHAPED" not in text
+    assert "With a straggler" not in text
+
+
+def test_a_straggler_is_compared_with_turns_before_it() -> None:
+    """Fast ranks by what each did in its own time; the last rank is the slow one."""
+    without = Turn(num_steps=10, times_s=(1.0, 1.0, 1.0), sent_bytes=(), num_exchanges=0)
+    with_one = Turn(num_steps=10, times_s=(1.0, 1.25, 2.0), sent_bytes=(), num_exchanges=0)
+    found = straggler("async", "1gbit", [(without, with_one)], num_samples=4)
+    assert found.undisturbed_per_s == pytest.approx(120)
+    assert found.fast.median == pytest.approx(0.9)
+    assert found.slow.median == pytest.approx(0.5)
+
+
+@pytest.mark.nightly
+def test_convergence_compares_algorithms_on_the_same_samples(tmp_path: Path) -> None:
+    """All begin with the same loss, torch's hooks too, and there is a row each."""
+    torchrun = "torchrun --standalone --nproc-per-node 2 -m benchmarks.algorithms.convergence"
+    options = f"--steps 8 --seeds 1 --algorithms {','.join(CONVERGING)} --output {tmp_path}"
+    run_command(f"{torchrun} {options}")
+    found = json.loads((tmp_path / "convergence.json").read_text())
+    results = {result["peer"]: result for result in found["results"]}
+    assert tuple(results) == CONVERGING
+    assert len({round(result["losses"][0], 4) for result in results.values()}) == 1
+    table = (tmp_path / "convergence.md").read_text()
+    assert all(f"\n| {name} |" in table for name in CONVERGING)

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
@@ -203,18 +204,12 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
 
 
 def _assert_bitwise_equal(actual: Any, expected: Any) -> None:
-    assert type(actual) is type(expected)
-    if isinstance(actual, torch.Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key, value in actual.items():
-            _assert_bitwise_equal(value, expected[key])
-    elif isinstance(actual, list | tuple):
-        for element, expected_element in zip(actual, expected, strict=True):
-            _assert_bitwise_equal(element, expected_element)
-    else:
-        assert actual == expected
+    leaves, structure = pytree.tree_flatten(actual)
+    others, expected_structure = pytree.tree_flatten(expected)
+    assert structure == expected_structure
+    for leaf, other in zip(leaves, others, strict=True):
+        assert type(leaf) is type(other)
+        assert torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
 
 
 # ---- How programs end -------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.harness import network, trace  # noqa: E402
-from tests.gpu import page  # noqa: E402
-from tests.gpu.__main__ import Runner, environment_for  # noqa: E402
-from tests.gpu.lines import Line  # noqa: E402
+from benchmarks.harness import network, trace
+from tests.gpu import page
+from tests.gpu.__main__ import Runner, environment_for
+from tests.gpu.lines import Line
+from tests.support.documents import run_python
 
 # ---- the program ------------------------------------------------------------------------------
 
@@ -91,7 +87,7 @@ def test_lines_run_on_the_cpu(tmp_path: Path) -> None:
     """The command is the one for people; measurements are on the page."""
     options = ("--device", "cpu", "--jobs", "1", "--output", str(tmp_path))
     lines = ("tools, one rank", "DataParallel", "overlap in a profile")
-    _python("-m", "tests.gpu", *options, "--lines", *lines, device="cpu")
+    run_python("-m", "tests.gpu", *options, "--lines", *lines, TEST_DEVICE="cpu")
     text = (tmp_path / "gpu.md").read_text()
     assert "3 passed" in text
     assert "matrix products began beside communication" in text
@@ -109,23 +105,9 @@ print(*(test for line in all_lines() for test in line.select if "tests/" in test
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
 def test_every_line_names_tests_that_there_are(device: str) -> None:
     """It does on the CPU, and on a GPU."""
-    selected = _python("-c", SELECTED, device=device)
+    selected = run_python("-c", SELECTED, TEST_DEVICE=device)
     options = ("--collect-only", "-q", "-p", "no:cacheprovider")
-    _python("-m", "pytest", *options, *selected.splitlines(), device=device)
-
-
-def _python(*arguments: str, device: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TEST_DEVICE": device},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    run_python("-m", "pytest", *options, *selected.splitlines(), TEST_DEVICE=device)
 
 
 # ---- what only a GPU runs ---------------------------------------------------------------------
