@@ -129,6 +129,7 @@ class Action:
     error: str  # a word of the error that it raises
     plan: int | None  # whose buckets DDP has; None for its own
     tuning: tuple[str, str]  # how the account of the search begins, by rank
+    is_due: bool  # ranks meet in the next forward with gradients
 
 
 # ---- The rules -----------------------------------------------------------------------------------
@@ -196,12 +197,14 @@ class Loop(RuleBasedStateMachine):
             self._add_step(plain if number else step)
 
     @precondition(lambda self: self.stage and self.num_counted < _STAGES[self.stage])
-    @rule(num=st.sampled_from([1, 9, 9]))
-    def train(self, num: int) -> None:
-        """Steps, most often until ranks are about to meet."""
+    @rule(num=st.sampled_from([1, 9, 9]), evaluates=st.booleans())
+    def train(self, num: int, evaluates: bool) -> None:
+        """Steps, most often until ranks are about to meet; and maybe an evaluation."""
         left = _STAGES[self.stage] - self.num_counted
         for _ in range(min(num, left)):
             self._add_step(Step())
+        if evaluates:
+            self.evaluate()
 
     def _add_step(self, step: Step) -> None:
         task = step.task % self.settings.num_tasks
@@ -311,10 +314,15 @@ class Loop(RuleBasedStateMachine):
         self._make_ddp()
         self._add("copy", limits=self.limits)
 
+    @property
+    def _is_due(self) -> bool:
+        last = _STAGES.get(self.stage, 0) + self.num_postponed
+        return bool(self.stage) and self.num_counted >= last
+
     def _meet(self) -> None:
         """Ranks meet in the first forward with gradients after a stage's last step."""
         stage = self.stage
-        if not stage or self.num_counted < _STAGES[stage] + self.num_postponed:
+        if not self._is_due:
             return
         of_search = _FILE if stage is _COMPARING else None
         if self.asleep or self.plan not in (None, of_search):
@@ -353,6 +361,7 @@ class Loop(RuleBasedStateMachine):
                 error=error,
                 plan=self.plan,
                 tuning=(tuning[0], tuning[1]),
+                is_due=self._is_due,
             )
         )
 
@@ -390,13 +399,13 @@ def _deeds(script: Script) -> set[Any]:
     settings, actions = script
     kind = (*settings.ddp_options, settings.split, settings.source)
     deeds: set[Any] = set()
-    before = ""
+    before: Any = ""
     for action in actions:
         step = action.arguments.get("step", Step())
         name = f"{action.name} {action.error} {step.act} {step.acting} {step.accumulating}"
         deeds.add((before, name, action.plan is None))
         deeds.add((kind, name, action.plan is None, action.tuning))
-        before = action.name
+        before = action.name, action.is_due
     return deeds
 
 
