@@ -216,7 +216,7 @@ class _OwnState(PowerSGDState):
         ("PowerSGD", "PowerSGD"),
         ("in backward", "a backward is running"),
     ],
-    ids=lambda value: value if value.isalpha() else None,
+    ids=["differ", "other model", "other size", "dtypes", "PowerSGD", "in backward"],
 )
 def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     rank: int, case: str, message: str
