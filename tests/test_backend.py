@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,19 +22,15 @@ import ddpopt.backend
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
+from tests.support.beside import compiled
 from tests.support.buckets import rebuilt_buckets
 from tests.support.cuts import assert_as_planned, only_cut
 from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.registration import uninstall
 
-OPTIONS = {"inner": "aot_eager"}
 CAP = 0.03  # MiB: two of the MLP's six layers
-
-
-def _compile(ddp: torch.nn.Module, **options: Any) -> Any:
-    return torch.compile(ddp, backend="ddpopt", options={**OPTIONS, **options})
 
 
 def _x() -> torch.Tensor:
@@ -66,13 +63,16 @@ def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb
 
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap_mb)
     with logged("warning") as warnings, pytest.raises(InductorError) as caught:
-        _compile(ddp, inner=fail)(_x())
+        compiled(ddp, inner=fail)(_x())
     *_, last = getattr(caught.value, "__notes__", warnings)
     assert last == f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}"
 
 
-def _train_without_ddp(_rank: int, kind: str) -> list[str]:
-    """Return the warnings of two models that are trained without DDP, if `kind` does not wrap."""
+@pytest.mark.quick("plain")
+@pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
+@on_ranks(2)
+def test_ranks_that_train_without_ddp_are_warned_once(kind: str) -> None:
+    """Nothing would tell them that their gradients stay apart; an evaluation has none."""
     ddpopt.backend._warn_of_ranks.cache_clear()
     with logged("warning") as warnings:
         for _ in range(2):
@@ -84,21 +84,13 @@ def _train_without_ddp(_rank: int, kind: str) -> list[str]:
             if kind == "DDP":
                 model = DistributedDataParallel(model)
             with mock.patch.object(state, "has_modules", return_value=kind == "DDP"):
-                run = torch.compile(model, backend="ddpopt", options={"inner": "eager"})
+                run = compiled(model, inner="eager")
                 with torch.no_grad():
                     run(_x())
                 assert len(warnings) == num_before
                 run(_x()).sum().backward()
-    return warnings
-
-
-@pytest.mark.quick("plain")
-@pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
-def test_ranks_that_train_without_ddp_are_warned_once(ranks: Ranks, kind: str) -> None:
-    """Nothing would tell them that their gradients stay apart; an evaluation has none."""
-    for warnings in ranks.run(_train_without_ddp, kind):
-        assert len(warnings) == (0 if kind == "DDP" else 1)
-        assert all("Wrap the model in DistributedDataParallel" in text for text in warnings)
+    assert len(warnings) == (0 if kind == "DDP" else 1)
+    assert all("Wrap the model in DistributedDataParallel" in text for text in warnings)
 
 
 @pytest.mark.quick("eager")
@@ -108,10 +100,10 @@ def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, in
     eager, outer = twins(MLP(), bucket_cap_mb=CAP)
     model = MLP()
     model.load_state_dict(eager.module.state_dict())
-    within = DistributedDataParallel(_compile(model, inner=inner), bucket_cap_mb=CAP)
+    within = DistributedDataParallel(compiled(model, inner=inner), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 4)
     expected = train(eager, inputs)
-    assert_equal_states(train(outer, inputs, _compile(outer, inner=inner)), expected)
+    assert_equal_states(train(outer, inputs, compiled(outer, inner=inner)), expected)
     actual = {k.replace("_orig_mod.", ""): v for k, v in train(within, inputs).items()}
     assert_equal_states(actual, expected)
     assert len(only_cut(outer).sections) == len(only_cut(within).sections) == 3
@@ -120,7 +112,7 @@ def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, in
 def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
     """Parameters and launch order are, for a cap that falls between a weight and its bias."""
     ddp = DistributedDataParallel(MLP(depth=7), bucket_cap_mb=0.0157)
-    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    train(ddp, batches(0, [(2, WIDTH)] * 3), compiled(ddp))
     planned = [[p.index for p in bucket.parameters] for bucket in only_cut(ddp).buckets]
     assert planned == rebuilt_buckets(ddp)
 
@@ -152,7 +144,7 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
         return gm.forward
 
     ddp = make()
-    train(ddp, batches(0, [(2, WIDTH)] * 2), _compile(ddp, inner=inner, **options))
+    train(ddp, batches(0, [(2, WIDTH)] * 2), compiled(ddp, inner=inner, **options))
     num_parameters = len(list(ddp.parameters()))
     assert num_inputs_of_calls == [num_parameters + 1]
     assert only_cut(ddp).fallback is reason
@@ -162,10 +154,10 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
 def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
     """Such is the graph under no_grad; the training graph beside it is split."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
-    compiled = _compile(ddp)
+    run = compiled(ddp)
     with torch.no_grad():
-        compiled(_x())
-    compiled(_x()).sum().backward()
+        run(_x())
+    run(_x()).sum().backward()
     reasons = [cut.fallback for cut in ddpopt.explain(ddp).cuts]
     assert reasons == [Reason.NO_GRAD, None]
 
@@ -179,7 +171,7 @@ def test_frozen_parameters_leave_nothing_to_split(one_rank: None) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names[1:])
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP)
     model.layers[0].weight.requires_grad_(False)
-    _compile(ddp)(_x())
+    compiled(ddp)(_x())
     assert only_cut(ddp).fallback is Reason.NO_PARAMETERS
 
 
@@ -187,7 +179,7 @@ def test_without_ddp_the_graph_goes_whole() -> None:
     """The backend is then the inner compiler."""
     x = _x()
     model = MLP()
-    assert torch.equal(_compile(model)(x), model(x))
+    assert torch.equal(compiled(model)(x), model(x))
 
 
 def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_difference(
@@ -197,7 +189,7 @@ def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_diffe
     eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
     inputs = [_x() for _ in range(4)]
     with torch._dynamo.config.patch(optimize_ddp=False), logged("warning") as warnings:
-        assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+        assert_equal_states(train(ddp, inputs, compiled(ddp)), train(eager, inputs))
         assert torch._dynamo.config.optimize_ddp is False
     assert len(only_cut(ddp).sections) > 1
     assert_as_planned(ddp)
@@ -219,44 +211,18 @@ def test_modes_that_bypass_the_reducer_are_refused(
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     with (
         torch._dynamo.config.patch(**flags),
-        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=remedy),
+        pytest.raises(BackendCompilerFailed, match=remedy),
     ):
-        _compile(ddp)(_x())
-
-
-def _train_by(rank: int, backend: str, way: str) -> str:
-    """Train in one of the ways with trace_autograd_ops on; return a word for the gradients."""
-    options = {"backend": backend, **({"options": OPTIONS} if backend == "ddpopt" else {})}
-    eager, ddp = twins(MLP(), **({"bucket_cap_mb": CAP} if backend == "ddpopt" else {}))
-    if way == "compiled in DDP in a step":
-        ddp = DistributedDataParallel(torch.compile(ddp.module, **options))
-    model = torch.compile(ddp, **options) if way.startswith("compiled DDP") else ddp
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        return loss.detach()
-
-    (x,) = batches(rank, [(4, WIDTH)])
-    eager(x).pow(2).mean().backward()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        try:
-            (torch.compile(step, **options) if way.endswith("step") else step)(x)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            return str(error)
-    pairs = [(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True)]
-    if all(gradient is None for gradient, _ in pairs):
-        return "no gradient"
-    return "averaged" if all(torch.allclose(*pair) for pair in pairs) else "other gradients"
+        compiled(ddp)(_x())
 
 
 @pytest.mark.quick("ours, all of a step")
 @pytest.mark.parametrize(
     ("backend", "way", "outcome"),
     [
-        ("ddpopt", "step", "trace_autograd_ops is on, and a compiled function calls DDP"),
-        ("ddpopt", "compiled DDP in a step", "trace_autograd_ops is on, and a compiled"),
-        ("ddpopt", "compiled in DDP in a step", "trace_autograd_ops is on, and a compiled"),
+        ("ddpopt", "step", "refused"),
+        ("ddpopt", "compiled DDP in a step", "refused"),
+        ("ddpopt", "compiled in DDP in a step", "refused"),
         ("ddpopt", "compiled DDP", "averaged"),
         ("aot_eager", "step", "no gradient"),
     ],
@@ -268,12 +234,37 @@ def _train_by(rank: int, backend: str, way: str) -> str:
         "another, all of a step",
     ],
 )
+@on_ranks(2)
 def test_a_backward_that_would_be_traced_is_refused(
-    ranks: Ranks, backend: str, way: str, outcome: str
+    rank: int, backend: str, way: str, outcome: str
 ) -> None:
     """It would be where a compiled function calls DDP; other backends drop it without a word."""
-    for text in ranks.run(_train_by, backend, way):
-        assert outcome in text
+    is_ours = backend == "ddpopt"
+    options = {"backend": backend, **({"options": {"inner": "aot_eager"}} if is_ours else {})}
+    eager, ddp = twins(MLP(), **({"bucket_cap_mb": CAP} if is_ours else {}))
+    if way == "compiled in DDP in a step":
+        ddp = DistributedDataParallel(torch.compile(ddp.module, **options))
+    model = torch.compile(ddp, **options) if way.startswith("compiled DDP") else ddp
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    (x,) = batches(rank, [(4, WIDTH)])
+    eager(x).pow(2).mean().backward()
+    run = torch.compile(step, **options) if way.endswith("step") else step
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        if outcome == "refused":
+            with pytest.raises(BackendCompilerFailed, match="trace_autograd_ops is on, and"):
+                run(x)
+            return
+        run(x)
+    pairs = [(p.grad, q.grad) for p, q in zip(ddp.parameters(), eager.parameters(), strict=True)]
+    if outcome == "no gradient":
+        assert all(gradient is None for gradient, _ in pairs)
+    else:
+        assert all(torch.allclose(*pair) for pair in pairs)
 
 
 def test_gradients_that_a_forward_computes_are_no_reason_to_refuse(one_rank: None) -> None:
@@ -287,7 +278,7 @@ def test_gradients_that_a_forward_computes_are_no_reason_to_refuse(one_rank: Non
     eager, ddp = twins(Forces(), bucket_cap_mb=CAP)
     inputs = [x.requires_grad_() for x in batches(0, [(2, WIDTH)] * 3)]
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        trained = train(ddp, inputs, _compile(ddp))
+        trained = train(ddp, inputs, compiled(ddp))
     assert_equal_states(trained, train(eager, inputs))
 
 
@@ -313,7 +304,7 @@ def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
     torch._dynamo.reset()
     before = _in_tree_sections(MLP(width=512))
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
-    _compile(ddp)(_x()).sum().backward()
+    compiled(ddp)(_x()).sum().backward()
     torch._dynamo.reset()
     after = _in_tree_sections(MLP(width=512))
     assert untouched == before == after > 1
@@ -336,7 +327,7 @@ def test_the_class_in_place_of_torchs_optimizer_is_transparent() -> None:
 
 
 def test_a_partial_of_the_backend_gets_the_whole_graph(one_rank: None) -> None:
-    bound = functools.partial(ddpopt.backend.backend, options=OPTIONS)
+    bound = functools.partial(ddpopt.backend.backend, options={"inner": "aot_eager"})
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     torch.compile(ddp, backend=bound)(_x()).sum().backward()
     assert len(only_cut(ddp).sections) == 3
@@ -364,7 +355,7 @@ def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str
     """The in-tree optimizer stops with an AssertionError at the first."""
     eager, ddp = twins(MLP(), **cap_options)
     inputs = batches(0, [(2, WIDTH)] * 3)
-    assert_equal_states(train(ddp, inputs, _compile(ddp)), train(eager, inputs))
+    assert_equal_states(train(ddp, inputs, compiled(ddp)), train(eager, inputs))
     assert len(only_cut(ddp).sections) > 1
 
 
@@ -390,11 +381,11 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
         return [r.getMessage() for r in records if r.levelname == "WARNING"]
 
     ddp = DistributedDataParallel(Uncuttable(), bucket_cap_mb=CAP)
-    _compile(ddp)(_x()).sum().backward()
+    compiled(ddp)(_x()).sum().backward()
     assert len(only_cut(ddp).sections) == 3
     assert not warnings()
     torch._dynamo.reset()
-    _compile(ddp, split="forward")(_x()).sum().backward()
+    compiled(ddp, split="forward")(_x()).sum().backward()
     assert only_cut(ddp).fallback is Reason.NO_LEGAL_CUT
     assert len([text for text in warnings() if Reason.NO_LEGAL_CUT.value in text]) == 1
 
@@ -427,7 +418,7 @@ def test_an_error_while_splitting_costs_overlap_not_training(
     monkeypatch.setattr(compiler, failing, broken)
     eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
     inputs = batches(0, [(2, WIDTH)] * 2)
-    assert_equal_states(train(ddp, inputs, _compile(ddp, **options)), train(eager, inputs))
+    assert_equal_states(train(ddp, inputs, compiled(ddp, **options)), train(eager, inputs))
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "u0" in record.getMessage()
@@ -456,7 +447,7 @@ def test_a_graph_that_takes_the_place_of_several_is_split(
 ) -> None:
     """Graphs that only the first forward ran are no reason to leave it whole."""
     _, ddp = twins(_PreparedOnce(computes_before), bucket_cap_mb=CAP)
-    train(ddp, batches(0, [(2, WIDTH)] * 3), _compile(ddp))
+    train(ddp, batches(0, [(2, WIDTH)] * 3), compiled(ddp))
     *_, later = ddpopt.explain(ddp).cuts
     assert later.graph.endswith("/1")
     assert len(later.sections) == 3, later.headline()
@@ -472,9 +463,9 @@ def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> No
     ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=CAP)
     for enabled in (False, True):
         torch._dynamo.reset()
-        compiled = _compile(ddp, enabled=enabled)
+        run = compiled(ddp, enabled=enabled)
         for scale in (0.5, 0.25, 1.5, 2.5, 3.5):
-            compiled(_x(), scale).sum().backward()
+            run(_x(), scale).sum().backward()
         assert len(ddpopt.explain(ddp).cuts) == 2
 
 
@@ -496,9 +487,9 @@ def test_loading_the_backend_leaves_the_python_reducer_alone() -> None:
 def test_each_reset_forgets_the_cuts(one_rank: None) -> None:
     """Dynamo forgets the code of graphs then, and whom it has told of the last reset."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
-    compiled = _compile(ddp)
+    run = compiled(ddp)
     for _ in range(2):
-        compiled(_x()).sum().backward()
+        run(_x()).sum().backward()
         assert len(only_cut(ddp).sections) == 3
         torch._dynamo.reset()
         assert not ddpopt.explain(ddp).cuts
@@ -514,7 +505,7 @@ def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) 
 
     ddp = DistributedDataParallel(MLP())
     with pytest.raises(Exception, match="of the user's compiler") as caught:
-        _compile(ddp, inner=failing)(torch.ones(2, WIDTH))
+        compiled(ddp, inner=failing)(torch.ones(2, WIDTH))
     assert len(calls) == 1
     causes: list[BaseException | None] = [caught.value]
     while causes[-1] is not None:

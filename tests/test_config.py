@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import runpy
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -67,50 +68,39 @@ def test_verify_and_disagreement_are_checked(flag: str, value: object) -> None:
     assert getattr(config, flag) == before
 
 
-def test_verify_and_disagreement_have_variables() -> None:
-    """DDPOPT_VERIFY and DDPOPT_DISAGREEMENT are read at import."""
-    assert _print_flag("verify", DDPOPT_VERIFY="1").stdout.strip() == "True"
-    assert _print_flag("disagreement", DDPOPT_DISAGREEMENT="error").stdout.strip() == "error"
+def _imported(**environment: str) -> dict[str, Any]:
+    """Run the module as an import does, with these variables; return its names."""
+    with mock.patch.dict(os.environ, environment):
+        return runpy.run_path(str(config.__file__))
 
 
-def test_what_the_environment_says_wrongly_is_named_by_its_variable() -> None:
-    """A wrong value is an error; an unknown variable is a warning, with the nearest known one."""
-    wrong = _print_flag("buckets", DDPOPT_BUCKETS="best")
-    assert "the environment variable DDPOPT_BUCKETS is 'best'; valid values are" in wrong.stderr
-    unknown = _print_flag("buckets", DDPOPT_BUCKET="auto")
-    assert unknown.stdout.strip() == "ddp"
-    assert "variable DDPOPT_BUCKET is not read; ddpopt reads DDPOPT_BUCKETS\n" in unknown.stderr
-    option = _print_flag("buckets", DDPOPT_SPLIT="backward")
-    assert "split is an option, not a variable: options={'split': ...}\n" in option.stderr
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("enabled", "0", False),
+        ("enabled", "1", True),
+        ("verify", "1", True),
+        ("disagreement", "error", "error"),
+        ("dump_dir", "/some/where", "/some/where"),
+    ],
+)
+def test_the_environment_sets_the_default(flag: str, text: str, value: object) -> None:
+    """Variables are read at import."""
+    assert _imported(**{f"DDPOPT_{flag.upper()}": text})[flag] == value
 
 
-@pytest.mark.parametrize(("text", "printed"), [("0", "False"), ("1", "True")])
-def test_the_environment_sets_the_default(text: str, printed: str) -> None:
-    """DDPOPT_ENABLED is read at import."""
-    assert _enabled_with(text).stdout.strip() == printed
+@pytest.mark.parametrize(("flag", "text"), [("enabled", "maybe"), ("buckets", "best")])
+def test_a_bad_value_of_the_environment_is_named_by_its_variable(flag: str, text: str) -> None:
+    variable = f"DDPOPT_{flag.upper()}"
+    with pytest.raises(ddpopt.errors.OptionError, match=f"variable {variable} is '{text}'"):
+        _imported(**{variable: text})
 
 
-def test_a_bad_environment_value_is_an_error_that_names_it() -> None:
-    """It says which variable, which value, and what is valid."""
-    stderr = _enabled_with("maybe").stderr
-    assert "DDPOPT_ENABLED is 'maybe'; valid values are ['0', '1']" in stderr
-
-
-def test_the_environment_names_the_folder_of_dumps() -> None:
-    """DDPOPT_DUMP_DIR is read at import."""
-    done = _print_flag("dump_dir", DDPOPT_DUMP_DIR="/some/where")
-    assert done.stdout.strip() == "/some/where"
-
-
-def _enabled_with(text: str) -> subprocess.CompletedProcess[str]:
-    return _print_flag("enabled", DDPOPT_ENABLED=text)
-
-
-def _print_flag(flag: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", f"import ddpopt; print(ddpopt.config.{flag})"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    ("variable", "remedy"),
+    [("DDPOPT_BUCKET", "ddpopt reads DDPOPT_BUCKETS$"), ("DDPOPT_SPLIT", "split is an option")],
+)
+def test_a_variable_that_is_not_read_is_warned_of(variable: str, remedy: str) -> None:
+    """The warning has the nearest known one, or says that it is an option."""
+    with pytest.warns(UserWarning, match=f"{variable} is not read; {remedy}"):
+        assert _imported(**{variable: "auto"})["buckets"] == "ddp"

@@ -120,7 +120,7 @@ def _assert_equal_gradients(module: nn.Module, reference: nn.Module) -> None:
         ("aot_eager", 4, 5),
         ("aot_eager", 4, 1),
         ("ddpopt", 2, 8),
-        ("inductor", 2, 8),
+        pytest.param("inductor", 2, 8, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_equal_those_of_the_whole_batch(

@@ -12,12 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from tests.support.beside import compiled
 from tests.support.models import MLP, batches
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 
 BOUNDARIES = "3 backward sections for 3 DDP buckets"
 GRAPH = "torch.ops.aten.mm"
@@ -97,6 +97,7 @@ def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> N
     assert GRAPH not in text
 
 
+@pytest.mark.slow
 def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
     """These are the original, its backward, and each section's."""
     text = _run(TORCH_LOGS="ddp_graphs")
@@ -113,6 +114,7 @@ def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
     assert "ddpopt" not in _run(REFUSE_TO_FORMAT + QUIET_S.format(1e9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "count"), [("0", 3), ("1", 0)])
 def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count: int) -> None:
     """There is a line for each section, since here none is too soon after the one before."""
@@ -121,10 +123,15 @@ def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count:
     assert lines == [str(k + 1) for k in range(count)]
 
 
-def _logged_plans(rank: int, is_warmed_up: bool, names: str) -> list[str]:
-    """Return the plans that a rank logs in two steps, with `TORCH_LOGS` of these names."""
-    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.0316)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+@pytest.mark.quick("ddpopt-num_plans0-False")
+@pytest.mark.parametrize("is_warmed_up", [False, True])
+@pytest.mark.parametrize(("names", "num_plans"), [("ddpopt", [1, 0]), ("+ddpopt", [1, 1])])
+@on_ranks(2)
+def test_rank_0_logs_its_plans_once_and_the_others_do_where_that_is_asked_for(
+    rank: int, is_warmed_up: bool, names: str, num_plans: list[int]
+) -> None:
+    """They log them whether the first step or `warmup` compiles."""
+    run = compiled(DistributedDataParallel(MLP(), bucket_cap_mb=0.0316))
     inputs = batches(rank, [(2, 64)] * 2)
     lines: list[str] = []
     level = logging.DEBUG if names.startswith("+") else logging.INFO
@@ -134,24 +141,15 @@ def _logged_plans(rank: int, is_warmed_up: bool, names: str) -> list[str]:
         mock.patch.object(own_log, "log", lambda _, text, *args, **__: lines.append(text % args)),
     ):
         if is_warmed_up:
-            ddpopt.warmup(compiled, inputs[0])
+            ddpopt.warmup(run, inputs[0])
         for x in inputs:
-            compiled(x).sum().backward()
-    return [line for line in lines if BOUNDARIES in line]
+            run(x).sum().backward()
+    plans = [line for line in lines if BOUNDARIES in line]
+    assert len(plans) == num_plans[rank]
+    assert all("layers.5.weight, layers.5.bias" in plan for plan in plans)
 
 
-@pytest.mark.quick("ddpopt-num_plans0-False")
-@pytest.mark.parametrize("is_warmed_up", [False, True])
-@pytest.mark.parametrize(("names", "num_plans"), [("ddpopt", [1, 0]), ("+ddpopt", [1, 1])])
-def test_rank_0_logs_its_plans_once_and_the_others_do_where_that_is_asked_for(
-    ranks: Ranks, is_warmed_up: bool, names: str, num_plans: list[int]
-) -> None:
-    """They log them whether the first step or `warmup` compiles."""
-    plans_by_rank = ranks.run(_logged_plans, is_warmed_up, names)
-    assert [len(plans) for plans in plans_by_rank] == num_plans
-    assert "layers.5.weight, layers.5.bias" in plans_by_rank[0][0]
-
-
+@pytest.mark.quick("options0-backward_section-0")
 @pytest.mark.parametrize(
     ("options", "prefix", "num_stitched"),
     [({}, "backward_section", 0), ({"split": "forward"}, "section", 1)],

@@ -14,7 +14,7 @@ import logging
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,6 +28,7 @@ from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt.split import state as records
 from ddpopt.steps import forwards
+from tests.support.beside import compiled
 from tests.support.models import WIDTH, assert_equal_states, batches, train
 from tests.support.registration import uninstall
 
@@ -177,31 +178,18 @@ class Trained:
     `error` and `difference` are of the compiled training and of what it should have been.
     """
 
-    missing: Use | None
     asked: frozenset[Use]
     is_split: bool
     warnings: tuple[str, ...]
-    error: str = ""
-    difference: str = ""
+    error: str
+    difference: str
 
 
-def train_without(rank: int, uses: Sequence[Use | None], options: dict[str, Any]) -> list[Trained]:
-    """Train a new model without each of the names, as the only thing that is missing."""
+def train_without(rank: int, use: Use | None, options: dict[str, Any]) -> Trained:
+    """Train a new model, eagerly and without a name, as the only thing that is missing."""
     inputs = batches(rank, [(2, WIDTH), (3, WIDTH), (2, WIDTH)])
-    torch.manual_seed(0)
     model = Model()
     expected = train(DistributedDataParallel(copy.deepcopy(model)), inputs)
-    return [_train_without(use, options, model, inputs, expected) for use in uses]
-
-
-def _train_without(
-    use: Use | None,
-    options: dict[str, Any],
-    model: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    expected: dict[str, torch.Tensor],
-) -> Trained:
-    torch._dynamo.reset()
     uninstall()
     error = difference = ""
     with _warnings() as said, looking_up(use) as asked:
@@ -209,10 +197,9 @@ def _train_without(
         names.warn_of.cache_clear()
         forwards._warned.clear()
         cap_mb = 1 if use is not None and use.row in WHOLE else 0.03
-        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_mb)
-        compiled = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         try:
-            state = train(ddp, inputs, compiled)
+            state = train(ddp, inputs, compiled(ddp, dynamic=True, **options))
             assert_equal_states(state, expected)
         except AssertionError as problem:
             difference = str(problem)
@@ -222,7 +209,6 @@ def _train_without(
     uninstall()
     ddpopt.backend.install()
     return Trained(
-        missing=use,
         asked=frozenset(asked),
         is_split=any(cut.sections for cut in cuts),
         warnings=tuple(said),

@@ -36,6 +36,8 @@ from ddpopt import cli
 from ddpopt.errors import Reason
 from ddpopt.planning import AllreduceCost, Gradient, Profile
 from ddpopt.planning.plan import plan_buckets
+from tests.support.beside import compiled
+from tests.support.browser import browse, needs_browser
 from tests.support.documents import (
     DOCS,
     PAGES,
@@ -57,7 +59,6 @@ sys.path.insert(0, str(DOCS / "tools"))
 import command_line
 import error_tables
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 # What a page says that its commands write.
 WRITTEN = {
     "docs/getting-started.md": ("explanation.html",),
@@ -375,11 +376,7 @@ def test_every_exception_is_shown_with_its_messages() -> None:
     shown = {message.kind for message in error_tables.messages()}
     raised = error_tables.exceptions().keys() - {"DDPOptError"}
     assert raised <= shown
-    texts = [message.text for message in error_tables.messages()]
-    assert (
-        "world_size is <var>world_size</var>; it must be a whole number, 1 or more, and below 1e+18"
-        in texts
-    )
+    assert any("world_size is <var>world_size</var>" in m.text for m in error_tables.messages())
 
 
 def test_every_warning_is_shown_with_names_for_its_placeholders() -> None:
@@ -391,8 +388,7 @@ def test_every_warning_is_shown_with_names_for_its_placeholders() -> None:
 def test_the_keys_of_the_json_are_described(one_rank: None) -> None:
     """They are all keys that an explanation of a model has."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"})
-    compiled(torch.randn(2, 64)).sum().backward()
+    compiled(ddp, "eager")(torch.randn(2, 64)).sum().backward()
     text = (DOCS / "reading-the-logs.md").read_text()
     document = ddpopt.explain(ddp).to_dict()
     (graph,) = document["graphs"]
@@ -435,9 +431,9 @@ class _Blocks(nn.Module):
 def test_floats_that_dynamo_takes_for_inputs_are_no_obstacle(one_rank: None, split: str) -> None:
     """The page of questions says it of stochastic depth."""
     ddp = DistributedDataParallel(_Blocks(), bucket_cap_mb=0.015)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", "split": split})
+    run = compiled(ddp, split=split)
     for _ in range(3):
-        compiled(torch.randn(4, 64)).sum().backward()
+        run(torch.randn(4, 64)).sum().backward()
     cuts = ddpopt.explain(ddp).cuts
     assert len(cuts) >= 3
     assert all(len(cut.sections) > 1 for cut in cuts)
@@ -491,12 +487,8 @@ def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
         assert not styles.search(text), path
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is here")
+@needs_browser
 def test_the_search_works_where_the_site_is_opened_as_files(site: Path, tmp_path: Path) -> None:
     """README says to open it so; browsers start no worker there."""
-    assert CHROMIUM is not None
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
-    address = f"{(site / 'index.html').as_uri()}?q=ByteGrad"
-    command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert re.search(r'search-result__meta">\d+ matching documents', done.stdout)
+    text = browse(f"{(site / 'index.html').as_uri()}?q=ByteGrad", tmp_path, "--dump-dom")
+    assert re.search(r'search-result__meta">\d+ matching documents', text)

@@ -31,6 +31,7 @@ from ddpopt.cli import doctor
 from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
+from tests.support.beside import compiled
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.plans import COST, plan_of
 from tests.support.ranks import Ranks
@@ -58,7 +59,7 @@ def _train_as_it_is(fresh_ranks: Ranks, options: dict[str, Any]) -> Trained:
     """Return rank 0's training with all names, which says what it asks for."""
     key = str(options)
     if key not in _trained:
-        _trained[key] = [result for (result,) in fresh_ranks.run(train_without, [None], options)]
+        _trained[key] = fresh_ranks.run(train_without, None, options)
     for result in _trained[key]:
         assert (result.error, result.difference, result.warnings) == ("", "", ())
         assert result.is_split
@@ -87,7 +88,7 @@ QUIET: dict[PrivateName, str] = {
 def _check_training(fresh_ranks: Ranks, uses: set[Use], options: dict[str, Any]) -> None:
     """Check one warning each, which has the name; and training, which is to be eager DDP's."""
     for use in sorted(uses, key=str):  # one call each: a rank is given up if it answers late
-        for (result,) in fresh_ranks.run(train_without, [use], options):
+        for result in fresh_ranks.run(train_without, use, options):
             assert result.error == "", f"{use}: {result.error}"
             assert result.difference == "", f"{use}: {result.difference}"
             if use.row in QUIET and not result.warnings:
@@ -103,13 +104,6 @@ def _check_training(fresh_ranks: Ranks, uses: set[Use], options: dict[str, Any])
 
 
 # ---- Training ---------------------------------------------------------------------------------
-
-
-@pytest.mark.quick
-def test_training_goes_on_if_a_name_is_missing(fresh_ranks: Ranks) -> None:
-    """The first of the names below: of them, this is the quick set's."""
-    first = min(_train_as_it_is(fresh_ranks, FORWARD).asked, key=str)
-    _check_training(fresh_ranks, {first}, FORWARD)
 
 
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.nightly)])
@@ -202,15 +196,16 @@ def test_import_works_whichever_name_is_missing() -> None:
 # ---- What users call by name ------------------------------------------------------------------
 
 
-def _compile(**options: Any) -> tuple[DistributedDataParallel, Any]:
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03)
-    return ddp, torch.compile(ddp, backend="ddpopt", options={**FORWARD, **options})
+def _compile(
+    model: torch.nn.Module | None = None, **options: Any
+) -> tuple[DistributedDataParallel, Any]:
+    ddp = DistributedDataParallel(model or MLP(3), bucket_cap_mb=0.03)
+    return ddp, compiled(ddp, **{**FORWARD, **options})
 
 
 def _verify(rank: int) -> None:
-    _, compiled = _compile()
-    assert ddpopt.verify(compiled, batches(rank, [SHAPE])[0]).passed
+    _, run = _compile()
+    assert ddpopt.verify(run, batches(rank, [SHAPE])[0]).passed
 
 
 def _verify_in_place(rank: int) -> None:
@@ -221,7 +216,6 @@ def _verify_in_place(rank: int) -> None:
 
 def _verify_a_layer(rank: int) -> None:
     """One of `torch.nn`'s, around whose method `torch.compile` puts a function of its own."""
-    torch._dynamo.reset()
     ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03)
     layer = next(part for part in ddp.modules() if isinstance(part, torch.nn.Linear))
     layer.forward = torch.compile(layer.forward, backend="ddpopt", options=dict(FORWARD))
@@ -229,9 +223,9 @@ def _verify_a_layer(rank: int) -> None:
 
 
 def _verify_first(rank: int) -> None:
-    ddp, compiled = _compile()
+    ddp, run = _compile()
     with mock.patch.object(config, "verify", True):
-        train(ddp, batches(rank, [SHAPE]), compiled)
+        train(ddp, batches(rank, [SHAPE]), run)
 
 
 def _warm_up(rank: int) -> None:
@@ -239,10 +233,8 @@ def _warm_up(rank: int) -> None:
 
 
 def _warm_up_static(rank: int) -> None:
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(MLP(2), static_graph=True)
-    compiled = torch.compile(ddp, backend="ddpopt", options=FORWARD)
-    ddpopt.warmup(compiled, batches(rank, [SHAPE])[0])
+    run = compiled(DistributedDataParallel(MLP(2), static_graph=True), **FORWARD)
+    ddpopt.warmup(run, batches(rank, [SHAPE])[0])
 
 
 def _record(rank: int) -> None:
@@ -278,7 +270,6 @@ def _attach(rank: int, make: Callable[[], Any]) -> None:
 
 
 def _replicate(rank: int) -> None:
-    torch._dynamo.reset()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     parallel = ddpopt.DataParallel(model, ["cpu", "cpu"], backend="aot_eager")
     model.register_forward_hook(lambda *_: None)
@@ -296,14 +287,14 @@ def _plan(rank: int) -> None:
 
 def _tune(rank: int) -> None:
     """Train until buckets are changed, as they are where the network is slow."""
-    ddp, compiled = _compile(buckets="auto")
+    ddp, run = _compile(buckets="auto")
     readings = itertools.count()
     clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     with (
         mock.patch.object(tuner, "calibrate", return_value=SLOW),
         mock.patch.object(clocks, "time", clock),
     ):
-        train(ddp, batches(rank, [SHAPE] * 10), compiled)
+        train(ddp, batches(rank, [SHAPE] * 10), run)
 
 
 def _verify_apart(rank: int) -> None:
@@ -313,9 +304,9 @@ def _verify_apart(rank: int) -> None:
 
 
 def _train_under_autocast(rank: int) -> None:
-    _, compiled = _compile(split="backward")
+    _, run = _compile(split="backward")
     with torch.autocast("cpu"):
-        loss = compiled(batches(rank, [SHAPE])[0]).sum()
+        loss = run(batches(rank, [SHAPE])[0]).sum()
     loss.backward()
 
 
@@ -325,10 +316,7 @@ class _Mapping(MLP):
 
 
 def _train_with_vmap(rank: int) -> None:
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(_Mapping(3), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options=FORWARD)
-    compiled(batches(rank, [SHAPE])[0]).sum().backward()
+    _compile(_Mapping(3))[1](batches(rank, [SHAPE])[0]).sum().backward()
 
 
 class _Checkpointing(MLP):
@@ -341,15 +329,13 @@ class _Checkpointing(MLP):
 
 
 def _train_checkpointed(rank: int) -> None:
-    torch._dynamo.reset()
     ddp = DistributedDataParallel(_Checkpointing(3), bucket_cap_mb=0.03)
     train(ddp, batches(rank, [SHAPE] * 2))
 
 
 def _compile_nothing(rank: int) -> None:
-    torch._dynamo.reset()
-    ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4)))
-    torch.compile(ddp, backend="ddpopt", options=FORWARD)(torch.ones(2, 4)).sum().backward()
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    compiled(DistributedDataParallel(layer), **FORWARD)(torch.ones(2, 4)).sum().backward()
 
 
 def _refuse(gm: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -357,9 +343,9 @@ def _refuse(gm: fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def _fail_to_compile(rank: int) -> None:
-    _, compiled = _compile(inner=_refuse)
+    _, run = _compile(inner=_refuse)
     with pytest.raises(Exception, match="this compiler refuses all graphs"):
-        compiled(batches(rank, [SHAPE])[0])
+        run(batches(rank, [SHAPE])[0])
 
 
 def _restride(rank: int) -> None:

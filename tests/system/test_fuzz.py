@@ -27,7 +27,7 @@ NUM_PLANTED = 48  # a planted fault shows in one of so many cases
 
 @pytest.fixture(scope="module")
 def fresh_ranks() -> Iterator[Ranks]:
-    """Two processes for this module alone: cases that raise have them started anew, many times."""
+    """Two processes for cases that raise, which have them started anew, many times."""
     workers = Ranks(is_forked=True)
     yield workers
     workers.stop()
@@ -51,20 +51,20 @@ def _try_case(ranks: Ranks, number: int) -> Failure[Case] | None:
     return failure
 
 
-@pytest.mark.quick("0")
+@pytest.mark.quick("2")  # which compiles least
 @pytest.mark.parametrize("number", range(NUM_CASES))
-def test_random_models_train_as_with_eager_ddp(fresh_ranks: Ranks, number: int) -> None:
+def test_random_models_train_as_with_eager_ddp(ranks: Ranks, number: int) -> None:
     """Outputs, losses, gradients, parameters and buffers are eager DDP's, on two ranks."""
-    failure = _try_case(fresh_ranks, number)
+    failure = _try_case(ranks, number)
     assert failure is None, f"keep this in fuzzing/kept.py:\n{failure}"
 
 
-def test_most_random_models_are_split(fresh_ranks: Ranks) -> None:
+def test_most_random_models_are_split(ranks: Ranks) -> None:
     """The cases above say something: few are discarded, and two in five others are in sections."""
     total = Tally()
     for number in range(NUM_CASES):
         if number not in _tallies:  # not chosen, by `-k` or a set of tests
-            _try_case(fresh_ranks, number)
+            _try_case(ranks, number)
         total.merge(_tallies[number])
     assert total.num_cases == NUM_CASES
     assert total.num_compared >= 0.8 * NUM_CASES, str(total)
@@ -72,9 +72,9 @@ def test_most_random_models_are_split(fresh_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_once_failed_stays_right(fresh_ranks: Ranks, name: str) -> None:
+def test_what_once_failed_stays_right(ranks: Ranks, name: str) -> None:
     """Each was found by the fuzz, and made small by it."""
-    finding = run_case(fresh_ranks, KEPT[name])
+    finding = run_case(ranks, KEPT[name])
     assert not finding.is_failure, f"{finding.outcome}: {finding.detail}"
     assert not finding.is_discarded, finding.detail
 

@@ -7,7 +7,6 @@ them in tests/planning/test_tuner.py.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -17,29 +16,31 @@ import ddpopt
 from ddpopt import algorithms
 from ddpopt._torch.names import installed_release
 from tests.support.algorithms import ALGORITHMS, optimizer_for
+from tests.support.beside import compiled
 from tests.support.models import MLP, batches
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.plans import COST
-from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     installed_release() < (2, 15), reason="DDP has lazy_bucket_allocation since torch 2.15"
 )
 
-LAZY = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}
 # The one that is left out depends on time.
 REPEATABLE = [name for name in ALGORITHMS if name != "AsyncModelAverage"]
 
 
-def _train(rank: int, what: str, ddp_options: dict[str, Any]) -> list[torch.Tensor]:
+def _train(rank: int, what: str, **ddp_options: bool) -> list[torch.Tensor]:
     """Train on other batches on each rank, with something in between; return the weights."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(MLP(3), bucket_cap_mb=0.03, **ddp_options)
+    ddp = DistributedDataParallel(
+        MLP(3), bucket_cap_mb=0.03, gradient_as_bucket_view=True, **ddp_options
+    )
     algorithm = ALGORITHMS.get(what)
     lr = 1e-3 if what == "QAdam" else 0.1
     optimizer = optimizer_for(algorithm, ddp.parameters(), lr=lr, warmup_steps=2)
     handle = None if algorithm is None else algorithms.attach(ddp, optimizer, algorithm)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    model = compiled(ddp)
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -52,7 +53,7 @@ def _train(rank: int, what: str, ddp_options: dict[str, Any]) -> list[torch.Tens
     if what == "rebucket":
         optimizer.zero_grad()
         plan = ddpopt.plan(MLP(3), inputs[0], network=COST, world_size=2, backend=None)
-        plan = ddpopt.BucketPlan.from_json(_from_rank_0(plan.to_json()))
+        plan = ddpopt.BucketPlan.from_json(gather(plan.to_json())[0])
         ddpopt.rebucket(ddp, dataclasses.replace(plan, sizes=(2, 4)))
     if what == "record":
         with ddpopt.record(ddp) as recording:
@@ -70,16 +71,9 @@ def _train(rank: int, what: str, ddp_options: dict[str, Any]) -> list[torch.Tens
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def _from_rank_0(text: str) -> str:
-    shared = [text]
-    torch.distributed.broadcast_object_list(shared)
-    return shared[0]
-
-
 @pytest.mark.quick("nothing")
 @pytest.mark.parametrize("what", ["nothing", "record", "rebucket", *REPEATABLE])
-def test_lazy_buckets_change_nothing_but_memory(ranks: Ranks, what: str) -> None:
-    lazy = ranks.run(_train, what, LAZY)
-    usual = ranks.run(_train, what, {"gradient_as_bucket_view": True})
-    for weights, expected in zip(lazy, usual, strict=True):
-        assert all(map(torch.equal, weights, expected))
+@on_ranks(2)
+def test_lazy_buckets_change_nothing_but_memory(rank: int, what: str) -> None:
+    lazy = _train(rank, what, lazy_bucket_allocation=True)
+    assert all(map(torch.equal, lazy, _train(rank, what)))

@@ -19,7 +19,6 @@ STRANGE = {
 }
 
 
-@pytest.mark.quick("one of two kinds")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "empty")) for kind in STRANGE],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,22 +18,11 @@ import ddpopt
 from ddpopt.errors import Reason
 from ddpopt.inspection.page import render_page
 from tests.support.beside import compiled
+from tests.support.browser import browse, needs_browser
 
 HOSTILE = '</script><!--<img src=x onerror="document.title=1"><b>{{policy}}\u2028'
 MARKUP = "</script><img src=x onerror='alert(1)'><!--\"&amp;\x1b[2J\n\u202e"
 VOID = {"meta", "link", "input", "img", "br", "hr"}
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--virtual-time-budget=5000",
-]
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is here")
 
 # Of a transformer block, in the order in which gradients arrive.
 BLOCK = ("mlp.c_proj.weight", "mlp.c_fc.weight", "ln_2.bias", "ln_2.weight", "attn.c_attn.weight")
@@ -191,22 +178,16 @@ class Document(HTMLParser):
         ]
 
 
-def _chromium(folder: Path, content: Mapping[str, Any], fragment: str, *flags: str) -> str:
+def _open(folder: Path, content: Mapping[str, Any], fragment: str, *flags: str) -> str:
     """Open the page and return what the browser prints."""
-    assert CHROMIUM is not None
     path = folder / "page.html"
     path.write_text(render_page(content), encoding="utf-8")
-    profile = f"--user-data-dir={folder / 'profile'}"
-    command = [CHROMIUM, *FLAGS, profile, *flags, f"{path.as_uri()}{fragment}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return browse(f"{path.as_uri()}{fragment}", folder, *flags)
 
 
 def _browse(folder: Path, content: Mapping[str, Any], fragment: str = "") -> Document:
     """Return the document that the page's script made, which must have met no error."""
-    flags = ("--window-size=1400,1000", "--dump-dom")
-    document = Document(_chromium(folder, content, fragment, *flags))
+    document = Document(_open(folder, content, fragment, "--window-size=1400,1000", "--dump-dom"))
     attributes = document.elements[0].attributes
     assert "data-error" not in attributes, attributes["data-error"]
     assert attributes["data-ready"] == "true"
@@ -461,7 +442,7 @@ def test_a_browser_can_draw_the_page(tmp_path: Path) -> None:
     for scheme in ("0", "1"):
         picture = tmp_path / f"{scheme}.png"
         flags = ("--window-size=1400,900", f"--blink-settings=preferredColorScheme={scheme}")
-        _chromium(tmp_path, example(), "", *flags, f"--screenshot={picture}")
+        _open(tmp_path, example(), "", *flags, f"--screenshot={picture}")
         pictures.append(picture.read_bytes())
         assert pictures[-1].startswith(b"\x89PNG")
         assert len(pictures[-1]) > 30_000

@@ -53,10 +53,10 @@ def _run_row(ranks: Ranks, name: str, split: str, inner: str) -> list[Trained]:
 
 @pytest.mark.quick
 def test_the_first_row_of_each_table_trains(ranks: Ranks) -> None:
-    """The very first with both splits, once on Inductor; this is the quick set's of all rows."""
+    """The very first is cut in backward, on Inductor; this is the quick set's of all rows."""
     first, *others = (next(iter(table)) for table in TABLES)
     _check_row(ranks, first, "auto", "inductor")
-    for name in (first, *others):
+    for name in others:
         _check_row(ranks, name, "forward", "aot_eager")
 
 

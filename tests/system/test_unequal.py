@@ -42,7 +42,6 @@ def three_ranks() -> Iterator[Ranks]:
     workers.stop()
 
 
-@pytest.mark.quick("2")  # which compiles least
 @pytest.mark.parametrize("number", range(NUM_SCRIPTS))
 def test_ranks_that_differ_train_as_with_eager_ddp(three_ranks: Ranks, number: int) -> None:
     """Losses, gradients after each backward, parameters and buffers are eager DDP's."""
