@@ -74,8 +74,8 @@ from ddpopt.split.forward import (
 from ddpopt.split.gates import (
     CompiledSection,
     GatedGraph,
+    first_section_as_backward,
     new_token,
-    run_first_section,
 )
 from ddpopt.split.graph import DynamoGraph, new_cut, read_graph
 from ddpopt.split.nodes import (
@@ -507,7 +507,7 @@ class BackwardCutter:
         first_section, *further_sections = sections
         self._result = _CutBackward(stored, further_sections)
         flows = [flow for _, flow in stored.sections]
-        return run_first_section(
+        return first_section_as_backward(
             first_section,
             stored.argument_of_output,
             self._token_argument,
