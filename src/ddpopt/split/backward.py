@@ -145,6 +145,8 @@ def make_section_graphs(
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
     slot_of = {node: slot for slot, node in numbered(Slot, [*inputs, *itertools.chain(*kept)])}
+    # Inductor must not reuse the memory of parameters and tangents, as it does that of saved values
+    # after their last use.
     held_outside = {node for node in inputs if _torch.is_held_outside(node)}
     # The program may give two outputs one gradient, so all tangents count as one memory.
     tangents = {node for node in inputs if _torch.is_tangent(node)}
@@ -157,7 +159,7 @@ def make_section_graphs(
         freed = {node for node in takes if last_taken[node] == k and node not in held_outside}
         builder = _SectionBuilder(gm, takes, freed)
         for node in nodes:
-            builder.value_of(node)
+            builder.value_of(node)  # which copies the call into the section
         outputs = [builder.value_of(node) for node in kept[k]]
         for gradient in released[k]:
             value = builder.value_of(gradient)

@@ -49,20 +49,7 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
     """
     rules, is_shared = graph.ddp_state.rules, graph.empty_cut.is_shared
     expected, actual = graph.ddp_state.expected_buckets, graph.ddp_state.buckets
-    lateness = dict(lateness)
-    for index in rules.arrives_last:
-        if index in lateness:
-            lateness[index] = math.inf
-    arrival = order_arrival(
-        graph.reduced,
-        lateness,
-        graph.arrives_before,
-        graph.arrives_after,
-        graph.others,
-        graph.of_root,
-    )
-    if expected is not None and not is_shared:
-        arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
+    arrival = _predict_arrival(graph, lateness)
     arrival_here = tuple(parameter for parameter in arrival if parameter.index in lateness)
 
     source = Source.PREDICTED
@@ -84,6 +71,31 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
     elif expected is not None or graph.ddp_state.is_searching:
         # Of shared code nobody knows which module's buckets it has to serve.
         source = Source.SEARCHED
-        of_any = arrival_here if is_shared else [p for b in recorded for p in b.parameters]
-        to_cut_at = fine_buckets(of_any)
+        in_order = arrival_here if is_shared else [p for b in recorded for p in b.parameters]
+        to_cut_at = fine_buckets(in_order)
     return GraphBuckets(source=source, to_cut_at=to_cut_at, recorded=recorded, arrival=arrival_here)
+
+
+def _predict_arrival(
+    graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]
+) -> tuple[Parameter, ...]:
+    """All of the Reducer's parameters, in the order in which their gradients will arrive."""
+    rules, expected = graph.ddp_state.rules, graph.ddp_state.expected_buckets
+    lateness = dict(lateness)
+    # DDP holds back the gradients of `delay_all_reduce_named_params` until that of one other
+    # parameter arrives, so the runner has that one arrive last.
+    for index in rules.arrives_last:
+        if index in lateness:
+            lateness[index] = math.inf
+    arrival = order_arrival(
+        graph.reduced,
+        lateness,
+        graph.arrives_before,
+        graph.arrives_after,
+        graph.others,
+        graph.of_root,
+    )
+    if expected is not None and not graph.empty_cut.is_shared:
+        # The graph is cut at the plan's buckets, so its sections release gradients in their order.
+        arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
+    return arrival

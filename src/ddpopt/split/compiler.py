@@ -74,8 +74,8 @@ from ddpopt.split.forward import (
 from ddpopt.split.gates import (
     CompiledSection,
     GatedGraph,
+    first_section_as_backward,
     new_token,
-    run_first_section,
 )
 from ddpopt.split.graph import DynamoGraph, new_cut, read_graph
 from ddpopt.split.nodes import (
@@ -507,7 +507,7 @@ class BackwardCutter:
         first_section, *further_sections = sections
         self._result = _CutBackward(stored, further_sections)
         flows = [flow for _, flow in stored.sections]
-        return run_first_section(
+        return first_section_as_backward(
             first_section,
             stored.argument_of_output,
             self._token_argument,
@@ -538,9 +538,10 @@ def _order_of_backward(graph: DynamoGraph, backward: fx.GraphModule, facts: Back
 def _cut_forward(
     graph: DynamoGraph, cut: Cut, buckets: GraphBuckets, example_inputs: Sequence[Any]
 ) -> _Result:
-    """Compile the graph in sections, unless no boundary helps or is possible.
+    """Compile the graph in sections; or, if no boundary helps or is possible, say why it is whole.
 
-    A graph with parameters of one bucket alone ends here as well.
+    A graph with parameters of one bucket alone comes here too, for the reason: its backward was not
+    traced.
     """
     calls = describe(call_nodes(graph.copy.graph))
     facts = read_forward(graph.copy, graph.indices_of, {p.index for p in graph.arrives_after})
@@ -555,7 +556,7 @@ def _cut_forward(
         return _Result(cut, text, None)
 
     cut = dataclasses.replace(cut, sections=sections, order=_order_of_forward(graph, facts))
-    cut = cut.with_buckets(cut.buckets)
+    cut = cut.with_buckets(cut.buckets)  # which says what each section completes
     stitched = make_stitched_graph(graph.copy, sections)
     prove_forward(graph.gm, cut, stitched, graph.argument_of)
     text = GraphText(

@@ -101,7 +101,11 @@ class Cut:
         return frame_of(self.graph)
 
     def as_one_section(self, first_node: str = "") -> Section:
-        """All calls of a graph that is compiled whole, as if they were a section."""
+        """All calls of a graph that is compiled whole, as if they were a section.
+
+        For readers that go through sections, such as `explain`, which then need no case for such a
+        graph. It completes no bucket early, and so `completes` is empty.
+        """
         names = tuple(parameter.name for parameter in self.arrival)
         return Section(
             index=SectionIndex(0),

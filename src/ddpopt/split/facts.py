@@ -455,20 +455,23 @@ def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
 def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -> ReachableMemory:
     """The inputs of a backward graph that the program can reach, given the forward's `outputs`.
 
-    These are saved values in the memory of arguments, or of values that the forward returned to the
-    program; and tangents, which the program may have passed in or got in a hook.
+    These are saved values in the memory of arguments, of values that the forward returned to the
+    program, or of values that the compiler may have made in an argument's memory; and tangents,
+    which the program may have passed in or got in a hook.
     """
     placeholders = backward.graph.find_nodes(op="placeholder")
     tensors = {n.name for n in placeholders if isinstance(_torch.aten_value(n), torch.Tensor)}
-    # A forward returns to the program first, then what it saves, each value once. A backward takes
-    # that first, then tangents. Names are equal, but for states of random number generators.
-    is_saved = itertools.takewhile(lambda node: not _torch.is_tangent(node), placeholders)
-    saved_names = {node.name for node in is_saved}
+    #   the forward returns   out, loss, | h, mask     to the program, and then what it saves
+    #   the backward takes                 h, mask, | tangents_1, tangents_2
+    # Each saved value comes once in each graph, under the same name; but states of random number
+    # generators have other names.
+    saved_inputs = itertools.takewhile(lambda node: not _torch.is_tangent(node), placeholders)
+    saved_names = {node.name for node in saved_inputs}
     num_returned = len(outputs) - len(saved_names)
     returned = {output.memory for output in outputs[:num_returned]}
     saved = outputs[num_returned:]
-    known_names = saved_names & {output.name for output in outputs}
-    assert known_names <= {output.name for output in saved}, "a forward returns what it saves last"
+    common_names = saved_names & {output.name for output in outputs}
+    assert common_names <= {output.name for output in saved}, "a forward returns what it saves last"
     memory_by_name: dict[str, Memory] = {}
     in_arguments = {output.memory for output in saved if output.made_in_arguments}
     for output in saved:

@@ -136,7 +136,7 @@ def _in_own_memory(gradient: Any) -> Any:
     return gradient
 
 
-def run_first_section(
+def first_section_as_backward(
     section: CompiledSection,
     argument_of_output: Sequence[Argument | None],
     token_argument: Argument,
@@ -144,7 +144,7 @@ def run_first_section(
     watched: Collection[Slot],
     device: torch.device,
 ) -> Boxed:
-    """What AOTAutograd is to run as its backward: the first section, and the start of a run.
+    """A function for AOTAutograd to run as its backward: it begins a run, with the first section.
 
     `argument_of_output` gives the argument to which each gradient that AOTAutograd expects belongs;
     `num_kept` is how many values all sections keep, and `watched` are the slots that some watch.
@@ -177,11 +177,13 @@ class Gate(torch.autograd.Function):
     def forward(
         ctx: Any, section: CompiledSection, is_last: bool, token: torch.Tensor, *_arguments: Any
     ) -> torch.Tensor:
-        """A new token, which the gate of the preceding section takes, or the compiled forward.
+        """Make the section's autograd node; return the token for the next node in forward.
 
-        `is_last` says that no section runs after this one.
+        That is the gate of the section before this one, or, for section 1, the compiled forward.
+        `is_last` says that no section runs after this one. The section releases the gradients of
+        `_arguments`.
         """
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # zeros in place of a missing handle carry no run either
         ctx.section, ctx.is_last = section, is_last
         return token.detach()  # in the token's memory: no kernel fills another
 

@@ -362,7 +362,13 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
-    # torch's functions and methods have the names and the arguments of their operators.
+    """The positions (None: keyword only) and names of the arguments that a call writes to.
+
+    torch.batch_norm(x, w, b, mean, var, ...)    (3, "running_mean"), (4, "running_var")
+    F.batch_norm(x, mean, var, w, b, ...)        (1, "running_mean"), (2, "running_var")
+    """
+    # A method or a builtin has the name and the arguments of its operator. A Python function may
+    # have an operator's name, as above, and the arguments in another order.
     is_named = node.op == "call_method" or inspect.isbuiltin(node.target)
     written = list(_torch.written_arguments(node.target, name_of(node) if is_named else ""))
     if node.op == "call_function" and inspect.isfunction(node.target):

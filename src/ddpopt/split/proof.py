@@ -428,9 +428,10 @@ def prove_forward(
     stitched: fx.GraphModule,
     argument_of: Mapping[ParameterIndex, Argument],
 ) -> None:
-    """Show that a stitched forward graph computes what `gm` does, and uses parameters as said.
+    """Show that a stitched forward graph computes what `gm` does, in sections as the cut has them.
 
-    `argument_of` is as for `prove_backward`.
+    If the cut says that section 1's backward makes the last part of a parameter's gradient, no
+    gradient comes to the parameter from section 0. `argument_of` is as for `prove_backward`.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.

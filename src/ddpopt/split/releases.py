@@ -128,6 +128,11 @@ def _mark_functions(
     argument_of: Mapping[fx.Node, Argument],
     arguments_of: dict[int, frozenset[Argument]],
 ) -> None:
+    """Mark the Functions of one graph and of those that its operators run.
+
+    `argument_of` has the inputs of `gm` that are arguments of Dynamo's graph. What is found is
+    added to `arguments_of`.
+    """
     for node in gm.graph.nodes:
         graphs = graphs_of(node)
         if not graphs:
@@ -140,19 +145,33 @@ def _mark_functions(
             for graph in (m.graph for m in backward.modules() if isinstance(m, fx.GraphModule)):
                 for call in graph.nodes:
                     _torch.set_mark(call, _FUNCTION_MARK, number)
-            continue
-        # A checkpoint or the like: the graph that it runs, then that graph's inputs.
-        inner = graphs[0].graph.find_nodes(op="placeholder")
-        operands = node.args[1:]
-        known = {}
-        if len(graphs) == 1 and len(inner) == len(operands):
-            known = {
-                placeholder: argument_of[operand]
-                for placeholder, operand in zip(inner, operands, strict=True)
-                if isinstance(operand, fx.Node) and operand in argument_of
-            }
-        for inner_gm in graphs:
-            _mark_functions(inner_gm, known, arguments_of)
+        else:
+            inner_argument_of = _arguments_passed_on(node, graphs, argument_of)
+            for inner_gm in graphs:
+                _mark_functions(inner_gm, inner_argument_of, arguments_of)
+
+
+def _arguments_passed_on(
+    node: fx.Node, graphs: Sequence[fx.GraphModule], argument_of: Mapping[fx.Node, Argument]
+) -> dict[fx.Node, Argument]:
+    """The inputs of a graph that an operator runs which are arguments of Dynamo's graph.
+
+        checkpoint(body, x, w)            the inputs of `body` are `x` and `w`
+        cond(p, if_true, if_false, (x,))  nothing is known: there are two graphs
+
+    Where nothing is known, a Function in these graphs counts as one that takes no argument: the
+    proof finds the Function by the call that makes a gradient, and so misses a Function that
+    returns the gradient that it got. `ReleaseOrder` does not.
+    """
+    placeholders = graphs[0].graph.find_nodes(op="placeholder")
+    operands = node.args[1:]
+    if len(graphs) > 1 or len(placeholders) != len(operands):
+        return {}
+    passed_on: dict[fx.Node, Argument] = {}
+    for placeholder, operand in zip(placeholders, operands, strict=True):
+        if isinstance(operand, fx.Node) and operand in argument_of:
+            passed_on[placeholder] = argument_of[operand]
+    return passed_on
 
 
 def function_of(call: fx.Node) -> int | None:

@@ -391,13 +391,14 @@ def _require_order_of_collectives(
 
 
 def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]]) -> list[Stage]:
-    """The stage of each call: the first bucket that waits for it.
+    """The stage of each call: the number of the first part of `released` that waits for the call.
 
-    `released` are the arguments whose gradients each bucket has.
+    A part's gradients are released together: `released` has the arguments to which they belong.
+    Unless the graph may communicate, a part is what the graph has of one bucket.
     """
     last = Stage(len(released) - 1)
     stage = [last] * len(facts.reads)
-    # For each bucket: the place where the last gradient of the buckets up to it is released.
+    # For each part: the place where the last gradient of the parts up to it is released.
     reached_by: list[Place] = []
     reached = BEFORE_ALL_CALLS
     for k, arguments in numbered(Stage, released):
@@ -407,12 +408,13 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
             for call in (*facts.gradients[argument], *readers):
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
-    # Calls that stand before a release must not run after it, see [Note: order, as a hook sees it];
-    # nor must gradients that are in no bucket, since somebody may wait for them.
+    # An observable call that stands before a release must not run after it, see
+    # [Note: order, as a hook sees it]; nor must a call that makes a gradient which is in no part:
+    # somebody may wait for that gradient.
     stands_at = dict(facts.observable_calls)
-    in_bucket = set(itertools.chain.from_iterable(released))
+    in_parts = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
-        if argument not in in_bucket:
+        if argument not in in_parts:
             for call in calls:
                 stands_at.setdefault(call, Place(call))
     for call, place in stands_at.items():
