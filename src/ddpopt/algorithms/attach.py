@@ -174,7 +174,10 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
         raise OptionError("no optimizer is given; give attach all that update the model")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim")
+            raise TypeError(
+                f"an optimizer is a {type(optimizer).__name__}, not one of torch.optim; "
+                "give attach all that update the model"
+            )
         if not _torch.calls_step_hooks(optimizer):
             raise OptionError(
                 f"step() of the {type(optimizer).__name__} calls none of the hooks of "

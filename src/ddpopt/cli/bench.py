@@ -219,7 +219,8 @@ def _parts(data: Mapping[str, Any]) -> list[str | Table]:
         f"{count(data['world_size'], 'rank')} ({data['backend']}), inner compiler {data['inner']}, "
         f"{count(data['rounds'], 'round')} of {count(data['steps'], 'step')}\n"
         "a step's time: the median round's, the fastest's and the slowest's (differences within "
-        "these are noise), and as a multiple of a peer's, below 1 if faster\n",
+        "these are noise), and as a multiple of a peer's in the same round, the median of all "
+        "rounds, below 1 if faster\n",
         Table(header=header, rows=rows),
     ]
     notes = [f"{r['peer']} ({_cap(r)}): {r['tuning']}" for r in data["results"] if r["tuning"]]

@@ -47,7 +47,7 @@ def calibrate(
         check_kind("group", group, dist.ProcessGroup, remedy, TypeError)
     num_ranks = dist.get_world_size(group)
     if num_ranks < 2:
-        raise PlanError("a process group of one rank communicates nothing; there is no cost")
+        raise PlanError("a process group of one rank communicates nothing; give one of two or more")
     bench = _Bench(group, _device_of(group) if device is None else torch.device(device))
     bench.time_allreduce(_SMALL_BYTES)  # connects, and fills caches
     probe_s = statistics.median(bench.time_allreduce(_MIB) for _ in range(_NUM_ROUNDS))

@@ -223,7 +223,9 @@ class BucketPlan:
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from error
         except ValueError as error:
-            raise PlanError(f"{name} is not JSON: {error}") from error
+            raise PlanError(
+                f"{name} is not JSON: {error}; give what BucketPlan.save or to_json wrote"
+            ) from error
         except RecursionError as error:
             raise PlanError(f"{name} has lists in lists, deeper than a plan has them") from error
         with naming(name):
