@@ -167,6 +167,7 @@ class Loop(RuleBasedStateMachine):
         self.noted_heads: set[int] = set()  # that were used since the last reduction
         self.last_forward = "reduced"  # or "accumulated", or "evaluated"
         self.is_accumulating = False  # as of the last forward with gradients
+        self.has_accumulated = False  # what DDP has noted, and has not reduced since
         self.has_passed_by = False  # a backward has, since the last that was reduced
         self.is_frozen = False  # the first layer
         self.is_forbidden = False  # backward, until the next forward
@@ -216,7 +217,7 @@ class Loop(RuleBasedStateMachine):
         self.num_steps += 1
         self.has_gradients = True
         self.noted_heads.clear()
-        self.is_accumulating = self.has_passed_by = False
+        self.is_accumulating = self.has_accumulated = self.has_passed_by = False
         self.num_counted += bool(self.stage)
         self._add("step", step=dataclasses.replace(step, task=task, zero=zero))
 
@@ -236,6 +237,7 @@ class Loop(RuleBasedStateMachine):
         self._begin_forward("accumulated")
         self.has_gradients = True
         if self._has("find_unused_parameters"):
+            self.has_accumulated = True
             self.noted_heads.add(task)
         self._add("accumulate", task=task)
 
@@ -290,7 +292,7 @@ class Loop(RuleBasedStateMachine):
         if self._has("gradient_as_bucket_view") and self.has_gradients:
             return "gradient_as_bucket_view"
         if self.settings.split and not self.asleep:
-            is_accumulating = self.is_accumulating or bool(self.noted_heads)
+            is_accumulating = self.is_accumulating or self.has_accumulated
         else:  # DDP does not tell an accumulation from an evaluation
             is_accumulating = self.last_forward != "reduced" and self.has_gradients
         if is_accumulating:
