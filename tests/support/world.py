@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+_THREADS = "threads"
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
 
 
@@ -26,7 +27,7 @@ def world_of(**roots: Any) -> dict[str, Any]:
     threads = {thread.name for thread in threading.enumerate()}
     found: dict[str, Any] = {
         "environment": dict(os.environ),
-        "threads": threads - {"ddpopt store"},  # a group's first meeting makes that one
+        _THREADS: threads - {"ddpopt store"},  # a group's first meeting makes that one
         "torch's numbers": torch.get_rng_state().tolist(),
         "Python's numbers": random.getstate(),
         "gradient mode": torch.is_grad_enabled(),
@@ -38,9 +39,11 @@ def world_of(**roots: Any) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The paths at which two worlds differ."""
+    """The paths at which two worlds differ, and the threads that were started in between."""
     paths = dict.fromkeys([*before, *after])
-    return [path for path in paths if before.get(path) != after.get(path)]
+    changed = [path for path in paths if before.get(path) != after.get(path) and path != _THREADS]
+    # One that has ended was another test's.
+    return changed + [f"{_THREADS}: {name}" for name in after[_THREADS] - before[_THREADS]]
 
 
 def _read(path: str, value: Any, found: dict[str, Any], seen: set[int]) -> None:
