@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.beside import compiled, mean_square
+from tests.support.cuts import only_cut
 from tests.support.documents import ROOT, command_of, run_command
+from tests.support.models import MLP, WIDTH, batches
+from tests.support.on_ranks import on_ranks
+
+Way = Callable[[MLP], tuple[nn.Module, Any]]
+CAP_MB = 0.02  # a bucket for each layer
 
 
 class Recipe(NamedTuple):
@@ -55,6 +68,61 @@ def test_a_recipe_splits_and_trains_to_its_twins_parameters(name: str) -> None:
     assert all(line in text for line in recipe.prints)
     assert "DIFFERS" not in text
     assert "parameters equal the twin's" in text
+
+
+class _Task(nn.Module):
+    """As timm has it: what calls the DDP module, and takes the loss of its output."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__()
+        self.ddp = ddp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(self.ddp(x))
+
+
+def _as_torchtitan(model: MLP) -> tuple[nn.Module, Any]:
+    for name, layer in model.layers.named_children():
+        model.layers.register_module(name, compiled(layer))
+    ddp = replicate(model, bucket_cap_mb=CAP_MB)
+    return ddp, lambda x: mean_square(ddp(x))
+
+
+def _as_timm_since_1_0_23(model: MLP) -> tuple[nn.Module, Any]:
+    task = _Task(DistributedDataParallel(model, bucket_cap_mb=CAP_MB))
+    return task.ddp, compiled(task)
+
+
+def _as_timm_since_1_0_27(model: MLP) -> tuple[nn.Module, Any]:
+    ddp = DistributedDataParallel(compiled(model), bucket_cap_mb=CAP_MB)
+    return ddp, lambda x: mean_square(ddp(x))
+
+
+def _as_composer(model: MLP) -> tuple[nn.Module, Any]:
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    ddp.forward = compiled(ddp).dynamo_ctx(ddp.forward)
+    return ddp, lambda x: mean_square(ddp(x))
+
+
+@on_ranks(2)
+@pytest.mark.quick("_as_torchtitan")
+@pytest.mark.parametrize(
+    "way", [_as_torchtitan, _as_timm_since_1_0_23, _as_timm_since_1_0_27, _as_composer]
+)
+def test_programs_that_take_a_backends_name_train_as_in_eager(rank: int, way: Way) -> None:
+    """Each as its own code compiles and wraps a model; docs/recipes.md says which was read."""
+    model = MLP()
+    eager = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=CAP_MB)
+    trained, loss_of = way(model)
+    for x in batches(rank, [(4, WIDTH)] * 4):
+        eager.zero_grad()
+        trained.zero_grad()
+        mean_square(eager(x)).backward()
+        loss_of(x).backward()
+        expected = [p.grad for p in eager.parameters()]
+        assert all(map(torch.equal, [p.grad for p in trained.parameters()], expected))
+    if way is not _as_torchtitan:  # a layer of its is in one bucket
+        assert len(only_cut(trained).sections) > 1
 
 
 def test_accelerate_takes_no_backend_by_its_name() -> None:
