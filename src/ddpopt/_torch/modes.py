@@ -20,6 +20,11 @@ from ddpopt._torch.parameters import reducer_parameters
 from ddpopt._torch.reducer import log_of
 
 
+def syncs_gradients(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward of the next forward would reduce gradients: false under no_sync."""
+    return bool(names.SYNCS_GRADIENTS.get(ddp))
+
+
 def is_in_join(ddp: DistributedDataParallel) -> bool:
     return bool(names.JOIN_CONFIG.get(ddp).enable)
 

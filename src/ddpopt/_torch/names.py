@@ -321,7 +321,7 @@ STATIC_ENQUEUED = PrivateName(_DDP, "_static_graph_delay_allreduce_enqueued", Ne
 IGNORED_PARAMETERS = PrivateName(_DDP, "parameters_to_ignore", Need.COPY)
 MODULE_PARAMETERS = PrivateName(_DDP, "_module_parameters", Need.SPLIT)
 ASSIGN_BUFFERS = PrivateName(_DDP, "_assign_modules_buffers", Need.COPY)
-SYNCS_GRADIENTS = PrivateName(_DDP, "require_backward_grad_sync", Need.COPY)
+SYNCS_GRADIENTS = PrivateName(_DDP, "require_backward_grad_sync", Need.SPLIT)
 SYNCS_BUFFERS = PrivateName(_DDP, "require_forward_param_sync", Need.COPY)
 OPTIMIZERS_IN_BACKWARD = PrivateName("Parameter", "_in_backward_optimizers", Need.REBUCKET)
 

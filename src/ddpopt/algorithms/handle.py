@@ -370,7 +370,7 @@ class Handle:
                 "it); leave it out, and give ranks equally many inputs: with AsyncModelAverage "
                 "they may have different numbers"
             )
-        if not ddp.require_backward_grad_sync:
+        if not _torch.syncs_gradients(ddp):
             return  # a micro-batch under no_sync
         if self._is_open and not self._has_run_backward:
             return  # one more forward before the same backward
@@ -400,7 +400,7 @@ class Handle:
         """Reduce a bucket whose gradients are complete, as DDP's comm hook."""
         # After a forward in eval mode the step has yet to be opened. Under `no_sync` no step is
         # opened, although DDP reduces there too: in the backward of a forward from before.
-        is_step = self.training.ddp.require_backward_grad_sync and not self._num_pauses
+        is_step = _torch.syncs_gradients(self.training.ddp) and not self._num_pauses
         if is_step and not self._is_open:
             self._open()
         self._has_run_backward = True

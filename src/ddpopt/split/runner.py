@@ -166,7 +166,7 @@ def _may_be_seen(ddp: DistributedDataParallel) -> bool:
     under no_sync.
     """
     module_state = state.get(ddp)
-    if ddp.require_backward_grad_sync:
+    if _torch.syncs_gradients(ddp):
         module_state.num_unseen = 0
     else:
         module_state.num_unseen += 1
@@ -181,7 +181,7 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     module_state = state.get(ddp)
     if module_state.reported_buckets is not None:
         return True
-    if not ddp.require_backward_grad_sync:
+    if not _torch.syncs_gradients(ddp):
         return False  # DDP writes its log only in steps that communicate
     try:
         num_questions = module_state.ask_buckets()

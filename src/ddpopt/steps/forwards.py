@@ -145,7 +145,7 @@ def find_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
 
 def will_communicate(ddp: DistributedDataParallel) -> bool:
     """Whether a backward of the current forward would end in allreduces."""
-    return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
+    return torch.is_grad_enabled() and _torch.syncs_gradients(ddp)
 
 
 def _before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:

@@ -56,11 +56,11 @@ class _Numbering(Subscriber):
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         """Watch for the first gradient from here on, at the first forward that communicates."""
-        if not will_communicate(ddp):
-            return
-        if isinstance(ddp.process_group, dist.ProcessGroup):
-            # If this torch lacks a name, no search begins either.
-            with contextlib.suppress(TorchDriftError):
+        # If this torch lacks a name, no search begins either.
+        with contextlib.suppress(TorchDriftError):
+            if not will_communicate(ddp):
+                return
+            if isinstance(ddp.process_group, dist.ProcessGroup):
                 trained = [t for t in _torch.reducer_parameters(ddp) if t.requires_grad]
                 if not trained:
                     return  # as a critic in its generator's step: its first backward comes later
