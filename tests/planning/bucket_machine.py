@@ -178,6 +178,7 @@ class Loop(RuleBasedStateMachine):
         self.outcome = ""
         self.limits_before: int | None = None
         self.asleep = set(BOTH)  # ranks that have compiled nothing (since a reset)
+        self.is_watched = False  # for accumulations, from the first code on
 
     def _has(self, option: str) -> bool:
         return option in self.settings.ddp_options
@@ -227,6 +228,7 @@ class Loop(RuleBasedStateMachine):
         self.is_forbidden = False
         if self.settings.split:
             self.asleep.clear()
+            self.is_watched = True
         self.last_forward = kind
         self.is_accumulating = kind == "accumulated"
 
@@ -261,7 +263,7 @@ class Loop(RuleBasedStateMachine):
         self._add("freeze", is_frozen=self.is_frozen)
 
     # A static graph of eager DDP counts such a backward as its own.
-    @precondition(lambda self: self.num_steps > 0 and not self.is_static)
+    @precondition(lambda self: self.num_steps and not (self.is_static or self.asleep))
     @rule()
     def pass_by(self) -> None:
         """A backward of the module in DDP."""
@@ -291,7 +293,7 @@ class Loop(RuleBasedStateMachine):
         """A word of why buckets cannot change now."""
         if self._has("gradient_as_bucket_view") and self.has_gradients:
             return "gradient_as_bucket_view"
-        if self.settings.split and not self.asleep:
+        if self.is_watched:
             is_accumulating = self.is_accumulating or self.has_accumulated
         else:  # DDP does not tell an accumulation from an evaluation
             is_accumulating = self.last_forward != "reduced" and self.has_gradients
@@ -304,7 +306,13 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.settings.split)
     @rule(forgetting=st.sampled_from([(0,), BOTH]))
     def reset(self, forgetting: tuple[int, ...]) -> None:
-        """torch._dynamo.reset(), which one rank may call alone."""
+        """torch._dynamo.reset(), which one rank may call alone.
+
+        But not where the other may have a reason for now to keep its buckets: the first that is
+        told counts, and either may be.
+        """
+        if self._is_due and (self.has_passed_by or self._has("gradient_as_bucket_view")):
+            forgetting = BOTH
         self.asleep.update(forgetting)
         self._add("reset", forgetting=forgetting)
 
