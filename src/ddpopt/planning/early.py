@@ -172,7 +172,7 @@ class _Watch(Subscriber):
             return
         self._num_forwards += 1
         # While better buckets are searched for, those are not DDP's last.
-        if len(known.cuts) != self._num_graphs or known.cut_for == state.ANY_BUCKETS:
+        if len(known.cuts) != self._num_graphs or known.is_searching:
             self._num_graphs, self._num_forwards = len(known.cuts), 0
         if self._num_forwards < _NUM_SETTLED:
             return
