@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -286,3 +287,21 @@ def test_what_is_written_into_memory_counts_as_passing() -> None:
     passing = [is_passing for name, is_passing in _passing(forward).items() if "zeros" not in name]
     assert len(passing) > 4
     assert all(passing)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_deep_copy_of_a_static_graph_that_has_trained_is_not_reduced(
+    rank: int, is_compiled: bool
+) -> None:
+    """The copy has DDP's note that the first backward is over, and a Reducer that awaits one."""
+    ddp = DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
+    for _ in range(3):
+        ddp(torch.ones(2, 4)).sum().backward()
+    copied = copy.deepcopy(ddp)
+    run = compiled(copied) if is_compiled else copied
+    for _ in range(3):
+        copied.zero_grad()
+        run(torch.full((2, 4), rank + 1.0)).sum().backward()
+        first, second = gather(copied.module.weight.grad)
+        assert not torch.equal(first, second)
