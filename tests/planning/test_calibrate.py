@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import ddpopt
 from ddpopt.planning import AllreduceCost, calibrate
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks
 
 
@@ -47,6 +49,16 @@ def test_sizes_are_of_float32_whatever_the_default_dtype_is(one_rank: None) -> N
 def test_a_group_of_one_rank_has_no_cost(one_rank: None) -> None:
     with pytest.raises(ddpopt.errors.PlanError, match="one rank"):
         ddpopt.calibrate()
+
+
+@on_ranks(2)
+def test_a_rank_that_calls_alone_is_told_of_the_others(rank: int) -> None:
+    """Not by gloo's words alone, which name no rank and no remedy."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(ddpopt.errors.PeerError, match="calibrate failed: another rank"):
+            ddpopt.calibrate(group)
+    dist.barrier()
 
 
 # ---- On a GPU -----------------------------------------------------------------------------------

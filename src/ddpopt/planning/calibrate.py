@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ddpopt._values import check_kind
 from ddpopt.errors import PlanError
 from ddpopt.planning.costs import AllreduceCost, Device, fit_cost
+from ddpopt.ranks.agree import communicating
 from ddpopt.steps.clock import Clock, read_host
 
 _MIB = 1024 * 1024
@@ -41,6 +42,7 @@ def calibrate(
 
     Raises:
         PlanError: the group has one rank, so that nothing is communicated.
+        PeerError: another rank has ended, or did not make the call within the group's timeout.
     """
     if group is not None:
         remedy = "give a process group, or None for the default one"
@@ -49,6 +51,11 @@ def calibrate(
     if num_ranks < 2:
         raise PlanError("a process group of one rank communicates nothing; give one of two or more")
     bench = _Bench(group, _device_of(group) if device is None else torch.device(device))
+    with communicating("calibrate"):
+        return _measure(bench)
+
+
+def _measure(bench: _Bench) -> AllreduceCost:
     bench.time_allreduce(_SMALL_BYTES)  # connects, and fills caches
     probe_s = statistics.median(bench.time_allreduce(_MIB) for _ in range(_NUM_ROUNDS))
     affordable = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
