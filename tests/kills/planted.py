@@ -53,6 +53,7 @@ BY_NAME = (
         "split/gates.py",
         "            if version != run.versions[slot]:",
         "            if False:",
+        ("tests/split/test_order.py",),
     ),
     Planted(
         "a sparse gradient shares its rows with what later sections read",
@@ -95,7 +96,7 @@ BY_NAME = (
         "split/gates.py",
         "            with _torch.no_autocast():\n                returned = self.call(values)",
         "            returned = self.call(values)",
-        ("tests/split/test_gates.py", "tests/split/test_runner.py"),
+        ("tests/split/test_gates.py", "tests/split/test_autograd_doors.py"),
     ),
     Planted(
         "a section keeps the values that no later one reads",
