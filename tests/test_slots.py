@@ -58,7 +58,7 @@ def test_a_reset_clears_what_goes_with_code_and_a_new_reducer_its_own(one_rank: 
         assert values() == expected
         replace_reducer(ddp, [[0, 1]], [1000])
         assert values() == {**expected, Lifetime.REDUCER: ""}
-        assert not any(slot.is_set(_ddp()) for slot in slots.values())
+        assert all(slot.find(_ddp()) is None for slot in slots.values())
 
 
 def test_a_copy_begins_without_values(one_rank: None) -> None:

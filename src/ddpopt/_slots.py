@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 
 T = TypeVar("T")
+_MISSING: Any = object()
 
 
 class Lifetime(enum.Enum):
@@ -45,15 +46,15 @@ class ModuleSlot(Generic[T]):
             _of_code.append(self)
 
     def get(self, ddp: DistributedDataParallel) -> T:
-        key = self._key(ddp)
-        return self._values[key] if key in self._values else self._default()
+        value = self._values.get(self._key(ddp), _MISSING)
+        return self._default() if value is _MISSING else value
 
     def set(self, ddp: DistributedDataParallel, value: T) -> None:
         self._values[self._key(ddp)] = value
 
-    def is_set(self, ddp: DistributedDataParallel) -> bool:
-        """Whether the module has a value of its own."""
-        return self._key(ddp) in self._values
+    def find(self, ddp: DistributedDataParallel) -> T | None:
+        """The module's own value; None where `get` would make a default."""
+        return self._values.get(self._key(ddp))
 
     def modules(self) -> list[DistributedDataParallel]:
         """The modules that have a value of their own, in the order in which they got it."""

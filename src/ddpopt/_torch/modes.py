@@ -21,7 +21,7 @@ from ddpopt._torch.reducer import log_of
 
 
 def syncs_gradients(ddp: DistributedDataParallel) -> bool:
-    """Whether a backward of the next forward would reduce gradients: false under no_sync."""
+    """Whether DDP reduces the gradients of a forward that runs now: not under no_sync."""
     return bool(names.SYNCS_GRADIENTS.get(ddp))
 
 

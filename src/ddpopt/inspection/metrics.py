@@ -62,8 +62,8 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
     }
     if clock.last_s is not None:
         found["ddpopt.step.ms"] = clock.last_s * 1e3
-    if known.buckets:
-        found["ddpopt.buckets"] = len(known.buckets)
+    if buckets := known.buckets:
+        found["ddpopt.buckets"] = len(buckets)
     search = tuner.find_tuner(ddp)
     if search is not None and search.spread is not None:
         spread = search.spread

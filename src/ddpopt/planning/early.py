@@ -185,11 +185,12 @@ class _Watch(Subscriber):
             _logs.info("when gradients leave is not known: %r", error)
 
     def _warn_of_late_gradients(self, ddp: DistributedDataParallel, known: state.DDPState) -> None:
-        if _torch.has_comm_hook(ddp) or known.buckets is None or len(known.buckets) < 2:
+        by_index = known.buckets
+        if _torch.has_comm_hook(ddp) or by_index is None or len(by_index) < 2:
             # An algorithm communicates when it pleases; one bucket leaves when all is done.
             return
         parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
-        buckets = [[parameters[i] for i in bucket if i in parameters] for bucket in known.buckets]
+        buckets = [[parameters[i] for i in bucket if i in parameters] for bucket in by_index]
         departures = find_departures(known.runs, buckets)
         if departures.is_low:
             _are_told.set(ddp, True)

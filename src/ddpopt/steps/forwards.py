@@ -179,8 +179,9 @@ def _tell(
 
 
 def _subscriptions_of(ddp: DistributedDataParallel) -> tuple[_Subscription, ...]:
-    if not _subscriptions.is_set(ddp):  # its first forward
+    subscriptions = _subscriptions.find(ddp)
+    if subscriptions is None:  # its first forward
         found = [interest(ddp) for interest in _interests]
-        first = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
-        _subscriptions.set(ddp, first)
-    return _subscriptions.get(ddp)
+        subscriptions = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
+        _subscriptions.set(ddp, subscriptions)
+    return subscriptions

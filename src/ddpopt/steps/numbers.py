@@ -76,7 +76,7 @@ class _Numbering(Subscriber):
             hook.remove()
         self._hooks, self._nodes = [], []
         ddp = ddp_ref()
-        if ddp is not None and not _numbers.is_set(ddp):
+        if ddp is not None and _numbers.find(ddp) is None:
             group = ddp.process_group
             _num_modules[group] = _num_modules.get(group, 0) + 1
             _numbers.set(ddp, _num_modules[group])
