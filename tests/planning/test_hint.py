@@ -17,6 +17,7 @@ from ddpopt._torch import Forward, LoggedStep
 from ddpopt.planning import hint
 from tests.support.logs import logged
 from tests.support.models import MLP, batches, train
+from tests.support.plans import SIZES_OF_MLP, plan_of
 from tests.support.ranks import Ranks
 
 # Forward and backward of 60 ms; 50 of allreduces, of which DDP's buckets hide 5.
@@ -103,3 +104,12 @@ def test_a_step_is_noted_where_the_next_begins_and_not_in_an_evaluation(one_rank
         assert not ask.called
         watch.before_forward(ddp, forward)
         assert ask.called
+
+
+def test_what_was_waited_with_other_buckets_is_not_told_of_these(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP())
+    hint._waits.set(ddp, hint.Wait(0.04, 0.01, 0.06, "medians of steps 5 to 10"))
+    assert "medians of steps 5 to 10" in str(ddpopt.explain(ddp).hints)
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    assert hint.wait_of(ddp) is None
+    assert "medians of steps 5 to 10" not in str(ddpopt.explain(ddp).hints)

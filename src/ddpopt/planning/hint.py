@@ -41,8 +41,8 @@ class Wait(NamedTuple):
     steps: str
 
 
-# None until the steps are over.
-_waits: ModuleSlot[Wait | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
+# None until the steps are over, and once the module has other buckets than in these steps.
+_waits: ModuleSlot[Wait | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
 # The hint, "" if there is none to give, and None until somebody has begun to watch for it.
 _hints: ModuleSlot[str | None] = ModuleSlot(lambda: None, Lifetime.MODULE)
 
