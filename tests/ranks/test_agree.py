@@ -330,7 +330,7 @@ def _gather(rank: int, case: str) -> tuple[list[Any], list[str] | None, dict[str
     sent = mock.Mock(side_effect=dist.broadcast_object_list)
     with mock.patch.object(dist, "broadcast_object_list", sent):
         found = gather_distinct(ddp, text, "testing")
-    short = [(value[0], ranks) for value, ranks in found]
+    short = [(each.value[0], each.ranks) for each in found]
     all_texts = gather_on_rank_0(ddp, text, "testing")
     return short, all_texts and [each[0] for each in all_texts], {"sent": sent.call_count}
 

@@ -106,7 +106,7 @@ def _compare_models(ddp: DistributedDataParallel, report: _Report) -> None:
             f"{uncompiled[0].value.problem}"
         )
     difference = find_difference(
-        [Shared(each.facts, ranks) for each, ranks in reports],
+        [Shared(each.value.facts, each.ranks) for each in reports],
         "gradients are averaged in the order of parameters, whatever their names: build model and "
         "DDP alike on all ranks, with the same releases",
     )

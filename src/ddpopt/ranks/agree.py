@@ -53,8 +53,11 @@ def communicating(what: str) -> Iterator[None]:
         ) from error
 
 
-class Shared(NamedTuple, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Shared(Generic[T]):
     """A value that some ranks have, and which ranks these are."""
+
+    # No NamedTuple: on Python 3.10 none is generic.
 
     value: T
     ranks: list[int]
@@ -198,13 +201,15 @@ def require_equal(
             report = _Report(problem=error_type(f"{type(problem).__name__}: {problem}"))
     reports = gather_distinct(ddp, report, "comparing settings with the other ranks", group)
     this_rank = (group or ddp.process_group).rank()
-    for each, ranks in reports:
-        if each.problem is not None:
-            error = type(each.problem)(f"{title}on rank {ranks[0]}: {each.problem}")
-            if cause is not None and this_rank in ranks:
+    for each in reports:
+        reported = each.value.problem
+        if reported is not None:
+            error = type(reported)(f"{title}on rank {each.ranks[0]}: {reported}")
+            if cause is not None and this_rank in each.ranks:
                 raise error from cause
             raise error
-    difference = find_difference([Shared(each.facts, ranks) for each, ranks in reports], remedy)
+    facts_of_ranks = [Shared(each.value.facts, each.ranks) for each in reports]
+    difference = find_difference(facts_of_ranks, remedy)
     if difference is not None:
         raise error_type(f"{title}{difference}")
 
@@ -214,15 +219,15 @@ def find_difference(facts_of_ranks: Sequence[Shared[Sequence[Fact]]], remedy: st
     # The names of all facts, in the order in which they first appear.
     names: dict[str, None] = {}
     by_name: list[dict[str, Fact]] = []
-    for facts, _ in facts_of_ranks:
-        by_name.append({fact.name: fact for fact in facts})
-        names.update(dict.fromkeys(fact.name for fact in facts))
+    for each in facts_of_ranks:
+        by_name.append({fact.name: fact for fact in each.value})
+        names.update(dict.fromkeys(fact.name for fact in each.value))
 
     for name in names:
         of_rank_0 = by_name[0].get(name)
         others = [
-            (own.get(name), ranks)
-            for own, (_, ranks) in zip(by_name, facts_of_ranks, strict=True)
+            (own.get(name), each.ranks)
+            for own, each in zip(by_name, facts_of_ranks, strict=True)
             if own.get(name) != of_rank_0
         ]
         if not others:

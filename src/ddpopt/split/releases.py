@@ -88,7 +88,7 @@ class ReleaseOrder:
                 tensor.register_hook(release)  # type: ignore[no-untyped-call]  # torch's
 
     def _end_forward(self, graph: fx.Graph) -> None:
-        self._last_node = next(reversed(graph.nodes))
+        self._last_node = _last_node(graph)
 
     def _release(self, argument: Argument, _gradient: torch.Tensor) -> None:
         graph = _torch.traced_graph()
@@ -98,8 +98,13 @@ class ReleaseOrder:
         newer = itertools.takewhile(lambda node: node is not self._last_node, reversed(graph.nodes))
         for node in list(newer):
             _torch.set_mark(node, _MARK, num_before)
-        self._last_node = next(reversed(graph.nodes))
+        self._last_node = _last_node(graph)
         self._num_before[argument] = num_before
+
+
+def _last_node(graph: fx.Graph) -> fx.Node:
+    last: fx.Node = next(iter(reversed(graph.nodes)))  # torch 2.11's are no iterator by themselves
+    return last
 
 
 _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
