@@ -17,8 +17,12 @@ EQUAL: dict[str, str] = {
     "planning/merging.py: `return buckets_of_caps(profile, caps_bytes or [1])`: 1 becomes 2": (
         "there are no caps where no gradient has elements, and then no cap above 0 closes a bucket"
     ),
-    "planning/spread.py: `behind = [max(0.0, s - median) for s, median in zip(parts, medians, "
-    "strict=True)]`: True becomes False": "both have an entry for each part of a step",
+    "split/aliases.py: `if not in_arguments:`: not in_arguments becomes False": (
+        "where no argument is written the walk finds nothing: it is left out for its time"
+    ),
+    "planning/calibrate.py: `tiny.add_(1)`: 1 becomes 2": "what is added is never looked at",
+    "split/facts.py: `memory = memory_by_maker.setdefault(made_by, Memory(-1 - "
+    "len(memory_by_maker)))`: 1 becomes 2": "the numbers are below zero, and each is another",
     "ranks/meetings.py: `if not answer and time.monotonic() >= next_look_s:`: >= becomes >": (
         "the first look comes one poll later"
     ),

@@ -94,8 +94,10 @@ class _Finder:
         yield from self._visit(ast.parse(self._source))
 
     def _visit(self, node: ast.AST) -> Iterator[Edit]:
-        # Assertions, messages and types decide nothing.
+        # Assertions, messages and types decide nothing; nor does a zip's `strict`, an assertion.
         if isinstance(node, ast.Assert | ast.JoinedStr | ast.Raise) or _is_for_types(node):
+            return
+        if isinstance(node, ast.keyword) and node.arg == "strict":
             return
         yield from self._edits_of(node)
         for name, value in ast.iter_fields(node):

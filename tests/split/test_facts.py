@@ -13,9 +13,16 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from ddpopt._indices import BEFORE_ALL_CALLS, Call, Memory
 from ddpopt.reducer import Parameter
 from ddpopt.split.aliases import Aliases, made_in_arguments
-from ddpopt.split.facts import ForwardFacts, parameters_of, read_forward
+from ddpopt.split.facts import (
+    ForwardFacts,
+    Tie,
+    _observable_calls,
+    parameters_of,
+    read_forward,
+)
 from ddpopt.split.forward import copy_for_cutting
 from ddpopt.split.nodes import call_nodes
 from tests.support.graphs import Capture, forward_of
@@ -125,6 +132,20 @@ def test_no_cut_inside_a_no_grad_region() -> None:
     off, on = [i for i, name in enumerate(names) if "set_grad_enabled" in name]
     assert not set(legal) & set(range(off + 1, on + 1))
     assert {off, on + 1} <= set(legal)
+
+
+def test_no_cut_where_hooks_on_saved_tensors_are_forbidden() -> None:
+    """Nor in any other region between two calls that are linked by no value."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x @ p[0]
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            z = (y.relu() @ p[0]).relu()
+        return z @ p[0]
+
+    names, legal = _legal(forward_of(forward, (4, 4)))
+    begin, end = [i for i, name in enumerate(names) if "saved_tensors_hooks" in name]
+    assert legal == [*range(1, begin + 1), *range(end + 1, len(names))]
 
 
 def test_no_cut_where_the_kernels_of_attention_are_chosen() -> None:
@@ -267,3 +288,18 @@ def test_what_inductor_makes_in_place_is_known() -> None:
         graph.output(())
         gm = fx.GraphModule(nn.Module(), graph)
         assert made_in_arguments(gm, Aliases(gm)) == {made, element}, operator
+
+
+@pytest.mark.parametrize(
+    ("makers", "earlier", "place"),
+    [((2,), (1,), 2), ((1,), (2,), 2), ((2,), (), 2), ((), (2,), 2), ((), (), BEFORE_ALL_CALLS)],
+)
+def test_an_epilogue_copy_stands_behind_its_value_and_the_calls_with_its_memory(
+    makers: tuple[int, ...], earlier: tuple[int, ...], place: int
+) -> None:
+    """Of a value that is an input, for memory that no call has before, it stands before all."""
+    copy, memory = Call(3), Memory(0)
+    needs = [{}, {}, {}, dict.fromkeys(map(Call, makers), Tie.NONE)]
+    memory_reads = {memory: [*map(Call, earlier), copy]}
+    places = _observable_calls(needs, [False] * 4, memory_reads, {copy: memory})
+    assert places == {copy: place, **{Call(call): call for call in earlier}}

@@ -346,6 +346,25 @@ def test_running_statistics_have_no_snapshots(
     assert not sections.snapshot_reads
 
 
+class _Reduces(Checkpointed):
+    """What backward makes again of each buffer is one number."""
+
+    def vectors(self, k: int) -> torch.Tensor:
+        return super().vectors(k).sum()
+
+
+def test_what_is_smaller_than_a_snapshot_is_computed_before_hooks(
+    one_rank: None, chosen: list[BackwardSections]
+) -> None:
+    """The first section hands one number on, and copies no buffer."""
+    ddp = DistributedDataParallel(_Reduces(), **CAP)
+    _train(ddp, compiled(ddp))
+    (sections,) = chosen
+    assert len(sections.sections) >= 3
+    copied = set[int]().union(*sections.snapshot_reads.values())
+    assert len(copied) <= 1  # the input
+
+
 @pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_checkpointed_batch_norms_are_cut(one_rank: None, split: str) -> None:

@@ -64,6 +64,49 @@ def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: 
         _step(slice(None))
 
 
+class _Flagged(_Pair):
+    """Looks at an attribute on which nothing depends, and which Dynamo guards."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.is_flagged = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_flagged:
+            pass
+        return super().forward(x)
+
+
+def _step_with_a_flag(is_compiled: bool) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), _Flagged())
+    ddp = DistributedDataParallel(_Checkpointed(model), bucket_cap_mb=0.001)
+    if is_compiled:
+        model[1].compile(backend="ddpopt", options={"inner": "aot_eager"})
+    loss = ddp(torch.randn(WIDTH, WIDTH)).square().sum()
+    model[1].is_flagged = True
+    loss.backward()
+    return ddp
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_a_recomputation_may_compile_a_frame_of_the_forward_anew(one_rank: None) -> None:
+    """One of the model's own guards fails there; the code saves what the forward's has saved."""
+    eager, ddp = _step_with_a_flag(False), _step_with_a_flag(True)
+    assert [len(cut.sections) for cut in ddpopt.explain(ddp).cuts] == [2, 2]
+    assert_equal_states(state_of(ddp), state_of(eager))
+
+
 def test_gradients_are_right_where_the_layer_that_breaks_the_graph_is_not_compiled(
     one_rank: None,
 ) -> None:

@@ -12,10 +12,12 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ddpopt._indices import Argument
 from ddpopt.errors import Reason
 from ddpopt.split import facts
 from ddpopt.split.gates import CompiledSection, Run
 from ddpopt.split.nodes import call_nodes, is_pure, may_communicate
+from ddpopt.split.releases import _arguments_passed_on
 from tests.support.backward_functions import NotesAfterGradient, NotesOfWeight, ReadsAfterGradient
 from tests.support.beside import Beside, compiled
 from tests.support.cuts import only_cut
@@ -134,6 +136,26 @@ def test_a_release_before_the_node_is_done_is_not_proven(
     compiled(ddp, split="backward")(torch.randn(8, SIZE))
     assert only_cut(ddp).fallback is Reason.NOT_PROVEN
     assert "runs behind its release" in only_cut(ddp).detail
+
+
+@pytest.mark.parametrize("num_graphs", [1, 2])
+def test_of_an_operator_with_several_graphs_no_inputs_are_known(num_graphs: int) -> None:
+    """Not by their number either: what follows the first graph may be another graph."""
+    body = fx.Graph()
+    inputs = [body.placeholder(name) for name in ("x", "y")]
+    body.output(inputs[1])
+    graphs = [fx.GraphModule(nn.Module(), body)] * num_graphs
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    bodies = [graph.placeholder(f"body_{k}") for k in range(2)]
+    operands = (value, value) if num_graphs == 1 else (bodies[1], value)
+    call = graph.call_function(_run_graphs, (bodies[0], *operands))
+    passed_on = _arguments_passed_on(call, graphs, {value: Argument(5)})
+    assert passed_on == (dict.fromkeys(inputs, 5) if num_graphs == 1 else {})
+
+
+def _run_graphs(*_: Any) -> None:
+    """Stands for an operator that runs graphs."""
 
 
 def test_a_function_that_dynamo_does_not_look_into_is_known_as_impure(one_rank: None) -> None:

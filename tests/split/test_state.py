@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,35 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     assert not known.is_searching
     assert not known.is_provisional
     assert not known.has_planned_buckets
+
+
+class _Scaled(MLP):
+    """Scales its input in a graph of its own, which has no parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_graph_without_parameters_is_among_those_of_the_last_forward(one_rank: None) -> None:
+    ddp = DistributedDataParallel(_Scaled(), bucket_cap_mb=0.03)
+    train(ddp, batches(0, [(2, 64)] * 2), compiled(ddp, split="backward"))
+    assert [bool(cut.arrival) for cut in state.get(ddp).last_cuts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_ranks", "is_copy", "speaks"),
+    [(0, 2, False, True), (1, 2, False, False), (0, 1, False, False), (0, 2, True, False)],
+)
+def test_the_first_of_several_ranks_tells_users_what_is_so_on_all(
+    one_rank: None, rank: int, num_ranks: int, is_copy: bool, speaks: bool
+) -> None:
+    """Nobody does of a copy that a check made."""
+    ddp = _ddp()
+    state.get(ddp).is_copy = is_copy
+    ddp.process_group = SimpleNamespace(rank=lambda: rank, size=lambda: num_ranks)
+    assert state.speaks_for_others(ddp) is speaks
 
 
 def _ddp_in_mode(**options: Any) -> DistributedDataParallel:

@@ -72,6 +72,28 @@ def test_interests_are_asked_also_of_a_module_that_has_subscribers(one_rank: Non
     assert notes[:2] == ["rebucket before", "record before"]
 
 
+def test_an_interest_that_is_told_of_twice_is_asked_once(one_rank: None) -> None:
+    ddp, asked = _ddp(), list[DistributedDataParallel]()
+
+    def interest(module: DistributedDataParallel) -> None:
+        asked.append(module)
+
+    with mock.patch.object(forwards, "_interests", []):
+        ask_at_first(interest)
+        ask_at_first(interest)
+        _run(ddp)
+    assert asked == [ddp]
+
+
+def test_of_each_class_one_subscriber_is_told_of_all_modules(one_rank: None) -> None:
+    notes = list[str]()
+    with mock.patch.object(forwards, "_subscribers_to_all", []):
+        for kind, name in ((_Noting, "first"), (_NotingToo, "other"), (_Noting, "second")):
+            forwards.subscribe_to_all(kind(name, notes))
+        _run(_ddp())
+    assert [note for note in notes if "before" in note] == ["first before", "other before"]
+
+
 def test_subscribers_are_told_in_their_turns(one_rank: None) -> None:
     """The order in which they came does not count; of another module they are not told."""
     ddp, notes = _ddp(), list[str]()
