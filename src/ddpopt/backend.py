@@ -54,7 +54,7 @@ def backend(
     _torch.tell_of_reset(backend)
     ddp, version, refusal = None, None, NotCutError(Reason.NO_DDP)
     try:
-        ddp = recomputation.compiled_for()
+        ddp = recomputation.ddp_to_compile_for()
         _refuse_unsupported_modes(ddp)
         _check_is_on(resolved)
         if ddp is not None:
@@ -121,7 +121,9 @@ def _warn_of_ranks(num_ranks: int) -> None:
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
+    """Raise UnsupportedModeError if torch is in a mode in which DDP's Reducer would be bypassed."""
     mode = _torch.optimize_ddp_mode()
+    # Asked without a module too: in this mode DDP never says that its forward is active.
     if mode.startswith("python_reducer"):
         raise UnsupportedModeError(
             f"torch._dynamo.config.optimize_ddp is {mode!r}, with which DDP bypasses its C++ "

@@ -230,7 +230,10 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
 
 
 def accumulate_nodes(result: torch.Tensor) -> list[Any]:
-    """The autograd nodes that accumulate the gradients of a result, each with its `variable`."""
+    """The AccumulateGrad nodes that a backward of `result` will reach: one for each leaf.
+
+    A node's `variable` is the leaf. Whoever puts a hook on a node can keep the gradient from it.
+    """
     found = []
     nodes = [result.grad_fn]
     seen = set()

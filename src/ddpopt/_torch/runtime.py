@@ -139,6 +139,7 @@ def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
     scopes = {names.RECORD_SCOPE.get().USER_SCOPE}
     enable, disable = names.ENABLE_PROFILER.get(), names.DISABLE_PROFILER.get()
     events: list[Any] = []
+    # As torch's own profiler does: one id for the trace, made when it is prepared.
     names.PREPARE_PROFILER.get()(profiler.config(create_trace_id=True), profiler.kineto_activities)
     enable(profiler.config(create_trace_id=False), profiler.kineto_activities, scopes)
     try:

@@ -50,7 +50,9 @@ def find_loss(
     """The loss of a model's output: a scalar with a gradient.
 
     Without `loss_fn` it is the output's own `loss` (an attribute or a key), or else the sum of what
-    `of_tensor` returns for each floating point tensor in the output that has a gradient.
+    `of_tensor` returns for each floating point tensor in the output that has a gradient. The sum of
+    a tensor's elements will do where gradients are only timed; where they are compared it will not,
+    since of a normalized output it does not depend on the parameters.
 
     Raises:
         error: there is no such tensor, or `loss_fn` returns no such scalar.

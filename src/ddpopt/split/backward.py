@@ -46,8 +46,8 @@ from ddpopt.split.sections import BackwardSections
 def add_token(gm: fx.GraphModule, watched: Sequence[Argument] = ()) -> None:
     """Add the token as last input and, so that it gets a gradient, a copy of it as last output.
 
-    On the token's way through the graph it is noted when the gradients of the arguments `watched`
-    are released, see `releases.py`.
+    The operators through which it goes note, while AOTAutograd traces the graph, when the gradients
+    of the arguments `watched` are released; see `watch_arguments`.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     with gm.graph.inserting_after(placeholders[-1]):
@@ -209,6 +209,10 @@ class _SectionBuilder:
     def __init__(
         self, gm: fx.GraphModule, takes: Sequence[fx.Node], freed: AbstractSet[fx.Node]
     ) -> None:
+        """Begin a section's graph with its inputs: the values of `gm` that it takes, in this order.
+
+        Inductor may reuse the memory of those in `freed`.
+        """
         self._gm = gm
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
@@ -252,13 +256,19 @@ def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def _with_snapshots(
     gm: fx.GraphModule,
-    late_reads: Mapping[Call, AbstractSet[Memory]],
+    snapshot_reads: Mapping[Call, AbstractSet[Memory]],
     reachable: ReachableMemory,
 ) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """A copy of a graph in which these calls read snapshots of this memory.
+    """A copy of a backward graph in which some calls read snapshots in place of inputs.
 
-    Returns the copy, its calls, numbered as those of `gm`, and the calls that make snapshots, which
-    come first.
+        0  g0 = mm(tangent, x)                 copied = clone(buffer)
+        1  v = view(buffer, ...)               g0 = mm(tangent, x)
+        2  s = sigmoid(v)               ->     v' = view(copied, ...)
+                                               s = sigmoid(v')
+
+    `snapshot_reads`, of `BackwardSections`, has the calls of later sections that must read memory
+    as the forward left it, as call 2 here, and that memory. Returns the copy; its calls, numbered
+    as those of `gm`; and the calls that make snapshots, which run first of all.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -267,7 +277,7 @@ def _with_snapshots(
     output.meta = dict(original_output.meta)
     calls = [copies[node] for node in call_nodes(gm.graph)]
     views = {copies[node] for node in Aliases(gm).views_and_constants}
-    in_snapshots = frozenset[Memory]().union(*late_reads.values())
+    in_snapshots = frozenset[Memory]().union(*snapshot_reads.values())
     made: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
@@ -277,7 +287,10 @@ def _with_snapshots(
             views.update(views_of_copy)
 
     def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
-        """A node with a given node's value that reads snapshots of the memory `read`."""
+        """What a call reads in place of a node, if it is to read snapshots of the memory `read`.
+
+        That is the snapshot of an input, a view like the node on a snapshot, or the node itself.
+        """
         if node in snapshots and reachable.find(node) in read:
             return snapshots[node]
         if node not in views:
@@ -287,21 +300,23 @@ def _with_snapshots(
             return node
         with graph.inserting_before(node):
             view = graph.node_copy(node, sources.__getitem__)
-        # The copied value is in the original's memory, and this one in the snapshot's.
+        # The copied node came with the example value of the original, in the original's memory. The
+        # proof tells by examples which values share memory, so this view needs one in the
+        # snapshot's.
         assert callable(view.target)
         arguments, keywords = fx.map_arg((view.args, view.kwargs), _value_of)
         _torch.set_aten_value(view, view.target(*arguments, **keywords))
         views.add(view)
         return view
 
-    for call, read in late_reads.items():
+    for call, read in snapshot_reads.items():
         for source in calls[call].all_input_nodes:
             calls[call].replace_input_with(source, snapshot_of(source, read))
     return _torch.graph_module(gm, graph), calls, made
 
 
 def _snapshot(graph: fx.Graph, value: fx.Node, made: list[fx.Node]) -> list[fx.Node]:
-    """A copy of an input with its strides, and the views that it takes.
+    """The node of an input's snapshot, with the input's strides; behind it, views made on the way.
 
     The calls that are no views are appended to `made`. A tensor that is expanded, or a slice of
     another, has strides that no copy would have: then the memory between its first and its last
@@ -314,7 +329,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node, made: list[fx.Node]) -> list[fx.N
         return [copied]
 
     def compute(function: Callable[..., Any], *arguments: Any) -> Any:
-        """A number: a constant, or a call if it comes of a symbol."""
+        """A size or a stride, or what comes of them: a constant, or a call where it is symbolic."""
         number = function(*(_value_of(argument) for argument in arguments))
         if isinstance(number, int):
             return number

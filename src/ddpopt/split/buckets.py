@@ -45,7 +45,9 @@ class GraphBuckets:
 def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) -> GraphBuckets:
     """The buckets for which to cut a graph.
 
-    `lateness` says how late in backward the gradient of each of its parameters is final.
+    `lateness` says how late in backward the gradient of each of its parameters is final: the place
+    in the traced backward, or, as long as there is none, minus the first use in forward. Only the
+    order of these numbers counts.
     """
     rules, is_shared = graph.ddp_state.rules, graph.empty_cut.is_shared
     expected, actual = graph.ddp_state.expected_buckets, graph.ddp_state.buckets

@@ -106,8 +106,9 @@ def compile_under_ddp(
 ) -> CompiledCall:
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
-    Further modules may run the result; each is given to `start` first. It raises what compiling the
-    whole graph raises, and what Dynamo raises to trace a frame again.
+    Dynamo may run the result for further modules; `start` is called with each before its first run,
+    to begin what compiling for the module would have begun. It raises what compiling the whole
+    graph raises, and what Dynamo raises to trace a frame again.
     """
     graph: DynamoGraph | None = None
     try:
@@ -246,7 +247,8 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
         NotCutError: a section could not be compiled, or not be proven. The other way to cut is not
             tried then: something is wrong that is to be reported.
     """
-    # Backward reaches a parameter's first use last.
+    # No backward is traced yet to tell which gradients are final late: those of parameters that are
+    # used early, since backward reaches a parameter's first use last.
     buckets = which_buckets(graph, {index: -use for index, use in graph.first_use.items()})
     cut = _cut_for(graph, buckets)
     # Tracing a backward is worth it if the graph has parts of two buckets. A graph that may
@@ -594,6 +596,7 @@ def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[ParameterIndex, ...
 
 
 def _text_of_backward(sections: Sequence[SectionGraph]) -> GraphText:
+    """The calls of a cut backward, and what goes from one section to another, for people."""
     # A section returns first the values that it keeps. They are found again by their slots.
     outputs = [dict(zip(s.flow.keeps, output_values(s.graph), strict=False)) for s in sections]
     return GraphText(
@@ -603,6 +606,7 @@ def _text_of_backward(sections: Sequence[SectionGraph]) -> GraphText:
 
 
 def _crossings_of_forward(stitched: fx.GraphModule) -> Any:
+    """What goes from one section of a cut forward to another, as text for people."""
     # Values go from one section to another as elements of the tuples that sections return.
     calls = list(stitched.graph.find_nodes(op="call_module"))
     outputs = []

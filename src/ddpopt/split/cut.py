@@ -169,6 +169,7 @@ class Cut:
         return "\n".join([*lines, *self.section_table()])
 
     def _bucket_table(self) -> list[str]:
+        """The buckets as lines of text, and the section that completes each."""
         completed_in = {
             bucket: section.index for section in self.sections for bucket in section.completes
         }
@@ -308,7 +309,9 @@ def make_sections(
 def parts_of_buckets(
     buckets: Sequence[Bucket], parameters: Container[ParameterIndex]
 ) -> list[list[Parameter]]:
-    """The part of each bucket that one graph has, for buckets of which it has any.
+    """The part of each bucket that one graph has; buckets of which it has none are left out.
+
+        buckets (a, b), (c, d), (e,), and a graph with a, b and e   ->   [a, b], [e]
 
     `parameters` are the graph's, by index. Other graphs under the module may have the rest.
     """

@@ -159,6 +159,7 @@ def find_crossings(
 
 
 def _num_bytes(node: fx.Node) -> int:
+    """The size of a node's value; 0 if that cannot be told."""
     try:
         return num_bytes_of(_torch.traced_value(node))
     except TorchDriftError:

@@ -144,15 +144,18 @@ class ForwardFacts:
 
 
 def parameters_of(
-    graph: fx.GraphModule, example_inputs: Sequence[Any], reduced: Mapping[torch.Tensor, Parameter]
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    parameter_of: Mapping[torch.Tensor, Parameter],
 ) -> dict[fx.Node, list[ParameterIndex]]:
-    """The indices of the DDP parameters behind each node.
+    """For each node of Dynamo's graph that brings in parameters of `parameter_of`: their indices.
 
-    Dynamo makes parameters inputs of its graph. With `inline_inbuilt_nn_modules` off they are
-    attributes of the graph, or belong to modules that it calls, which may have several.
+    Dynamo makes parameters inputs of its graph, each with one of `example_inputs`. With
+    `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong to modules that it
+    calls, which may have several.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
-    inputs = dict(zip(placeholders, example_inputs, strict=False))
+    inputs = dict(zip(placeholders, example_inputs, strict=True))
     indices_of: dict[fx.Node, list[ParameterIndex]] = {}
     for node in graph.graph.nodes:
         if node in inputs:
@@ -163,7 +166,8 @@ def parameters_of(
             values = list(graph.get_submodule(str(node.target)).parameters())
         else:
             continue
-        indices = [reduced[v].index for v in values if isinstance(v, torch.Tensor) and v in reduced]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        indices = [parameter_of[tensor].index for tensor in tensors if tensor in parameter_of]
         if indices:
             indices_of[node] = indices
     return indices_of
@@ -185,9 +189,9 @@ def read_uses(
     """The facts about a forward graph that the cut of its backward needs as well.
 
     `parameters` is what `parameters_of` returned. Parameters `elsewhere` are first used in a graph
-    that runs before this one, so their gradients are not final here. Of a graph that may
-    communicate they are not distinguished: they may be others on another rank, see
-    [Note: collectives].
+    that runs before this one, so their gradients are not final here, and they are left out. In a
+    graph that may communicate they count as any others: another rank may have run other graphs
+    before, and has to cut this one equally, see [Note: collectives].
     """
     calls = call_nodes(gm.graph)
     communicates = [may_communicate(node) for node in calls]
@@ -261,13 +265,17 @@ def _uncrossable_spans(
     last_use: Sequence[Call],
     spans_of_sizes: list[tuple[int, int]],
 ) -> Iterable[tuple[int, int]]:
-    """From the call after each value that no section can take, to the last use of the value.
+    """Spans of the boundaries which a value would have to cross that no section can take as input.
 
-    A span (a, b) forbids boundaries before the calls a to b; those that are there only because a
-    size is a symbol go to `spans_of_sizes`. Tuples, generators, contexts and numbers cannot cross a
-    boundary. Tensors and symbolic integers can, but only if each symbol in them has a node that
-    binds it, because a section gets its symbols as inputs. Tensor subclasses cannot: AOTAutograd
-    would have to guess the class of their gradients.
+        2  pair = split(x)        a tuple
+        3  a = pair[0]            -> the span (3, 4): no boundary before call 3 or 4
+        4  b = pair[1]
+
+    A span reaches from the call behind the value to the value's last use. Spans that are there only
+    because a size is a symbol go to `spans_of_sizes`. Tuples, generators, contexts and numbers
+    cannot cross a boundary. Tensors and symbolic integers can, but only if each symbol in them has
+    a node that binds it, because a section gets its symbols as inputs. Tensor subclasses cannot:
+    AOTAutograd would have to guess the class of their gradients.
     """
     # Streams order calls by more than values. In a graph with nested tensors, symbols belong to the
     # tensors inside of them, which no section gets.
@@ -297,10 +305,15 @@ def _uncrossable_spans(
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
-    """Regions under a global state that cannot be closed and reopened at a boundary.
+    """Spans of the boundaries inside of regions under a global state, which no boundary may divide.
 
-    A span (a, b) forbids boundaries before the calls a to b. The two calls that begin and end such
-    a region are linked by the state and not by a value.
+        2  _vmap_increment_nesting(...)
+        3  y = x * 2                        -> the span (3, 4): no boundary before call 3 or 4
+        4  _vmap_decrement_nesting()
+
+    The calls that begin and end a region are linked by the state, and by no value. Such regions are
+    functorch's, no_grad, those without hooks on saved tensors, and those in which the program has
+    chosen attention's kernels. Autocast is none: split_module closes and reopens it at a boundary.
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
     opened: list[tuple[str, Call]] = []
@@ -316,7 +329,7 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
             choices_of_attention.append(call)
         elif name in end_of:
             opened.append((end_of[name], call))
-        elif opened and name == opened[-1][0]:
+        elif opened and name == opened[-1][0]:  # regions are nested: the last one ends first
             yield opened.pop()[1] + 1, call
     # Regions that are never closed reach to the end.
     for _, call in opened:
@@ -528,8 +541,8 @@ def read_backward(
     is_ordered = [not is_pure(node) for node in calls]
     communicates = [may_communicate(node) for node in calls]
     in_arguments = made_in_arguments(gm, aliases)
-    # The origin of each value, looking through repeats: the calls that made it, and the reachable
-    # memory in which it may be.
+    # The origin of each value, looking through views and constants: the calls that made it, and the
+    # reachable memory in which it may be.
     makers: dict[fx.Node, tuple[Call, ...]] = {}
     memories: dict[fx.Node, set[Memory]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -566,6 +579,7 @@ def read_backward(
     )
     observable_calls.update(dict.fromkeys(without_snapshot, BEFORE_ALL_CALLS))
     for call, in_snapshots in snapshot_reads.items():
+        # A call that reads nothing but snapshots may run at any time: no hook writes to them.
         if memories_read[call] == in_snapshots:
             del observable_calls[call]
     return BackwardFacts(
@@ -601,7 +615,10 @@ def _observable_calls(
     memory_reads: Mapping[Memory, Sequence[Call]],
     epilogue_copies: Mapping[Call, Memory],
 ) -> dict[Call, Place]:
-    """Where the calls stand that see or change what the program can reach."""
+    """The calls of which a hook can tell whether they have run, with the place of each.
+
+    They are the calls with effects, and those that read reachable memory.
+    """
     places = {call: Place(call) for call, has_effects in numbered(Call, is_ordered) if has_effects}
     for calls in memory_reads.values():
         places.update((call, Place(call)) for call in calls)
@@ -660,6 +677,7 @@ def _snapshot_reads(
             continue
         is_of_forward = has_tangents and node not in needs_tangent and is_pure(node)
         if not is_of_forward:
+            # What else such a call reads eager has saved for it, see `watched_inputs`.
             read &= reachable.made_in_arguments
         if not read:
             continue
@@ -681,8 +699,9 @@ def _release_places(
 ) -> dict[Argument, Place]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
-    So that a hook sees all that the node did; see [Note: order, as a hook sees it]. It stands
-    behind all calls that autograd made before it released the gradient, see `releases.py`.
+    A hook on the gradient then sees all that the node did, see [Note: order, as a hook sees it].
+    That place is behind all calls that autograd made before it released the gradient: these have
+    marks, see `releases.py`.
     """
     # Behind which call autograd had released each number of gradients, and no more.
     last_places: collections.defaultdict[int, Place]
@@ -703,7 +722,10 @@ def _release_places(
 
 
 def _tie(value: fx.Node, reader: fx.Node, in_arguments: AbstractSet[fx.Node]) -> Tie:
-    """The tie of a value to a call that reads it; some values are perhaps made in arguments."""
+    """What a boundary between a value and a call that reads it would lose.
+
+    `in_arguments` is what `made_in_arguments` returned for the graph.
+    """
     made = _torch.aten_value(value)
     if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):
         return Tie.TUPLE

@@ -130,8 +130,9 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     section_of: dict[fx.Node, SectionIndex] = {}
     for section in sections:
         section_of.update(dict.fromkeys(calls[section.start : section.stop], section.index))
-    # Writes are handled from the last to the first, so that each section copies what the one before
-    # it has made.
+    # A section writes to a copy of what an earlier section made, and may have saved for its own
+    # backward; see `find_overwritten`. From the last write to the first, so that each section
+    # copies what the one before it has made.
     bounds = [*(section.start for section in sections), len(calls)]
     overwritten = find_overwritten(gm.graph, bounds)
     for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):
@@ -150,6 +151,8 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
         last_of[made_in] = detached
         section_of[detached] = made_in
         _use_instead(detached, value, section_of, first=made_in + 1)
+    # Attributes that are no tensor: split_module can pass them to sections, but no compiler takes
+    # them, so sections are then made to read them themselves.
     objects = _find_objects(gm)
     for node in objects:
         # split_module looks for symbolic sizes in the values that cross, and knows only some types.
@@ -214,6 +217,7 @@ def _use_instead(
 ) -> None:
     """Make section `first` and all later ones, and the output, use `copied` in place of `value`."""
     copied.meta = {**value.meta, IS_COPY: True}
+    # The output is in no section, and comes behind all of them.
     value.replace_all_uses_with(
         copied,
         delete_user_cb=lambda user: user is not copied and section_of.get(user, first) >= first,
@@ -312,6 +316,7 @@ class _CompilingSections(fx.Interpreter):
         return _torch.to_fake(super().get_attr(target, args, kwargs), self._fake_mode)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Compile the section that this call runs; return the fake values that it returns."""
         section = self.fetch_attr(target)
         index = len(self.compiled)
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)

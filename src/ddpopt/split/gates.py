@@ -91,6 +91,7 @@ class CompiledSection:
             return self._run(run)
 
     def _run(self, run: Run) -> Sequence[Any]:
+        """Run this section, and tell no listener."""
         run.num_sections_begun += 1
         if self.flow.watches:
             self._check_unwritten(run)
@@ -154,6 +155,7 @@ def first_section_as_backward(
     token_output = output_of[token_argument]
 
     def backward(inputs: list[Any]) -> list[Any]:
+        """Return what AOTAutograd expects, None for gradients that later sections make."""
         versions = _torch.versions(inputs[slot] for slot in watched)
         run = Run([*inputs, *[None] * num_kept], dict(zip(watched, versions, strict=True)))
         inputs.clear()
@@ -253,6 +255,7 @@ class GatedGraph:
         further: Sequence[CompiledSection],
         device: torch.device,
     ) -> None:
+        """Put gates around a compiled forward, one for each of the `further` backward sections."""
         self._compiled = compiled
         # The gates are in reverse order of sections: each takes the token of the section after it.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]

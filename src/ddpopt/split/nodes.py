@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -74,6 +74,7 @@ def may_communicate(node: fx.Node) -> bool:
     that makes or takes a DTensor may communicate for the DTensor.
     """
     values = [_torch.dynamo_value(n) for n in (node, *node.all_input_nodes)]
+    # Before anything else: an operator on DTensors has the name of one that is local.
     if any(type(leaf).__module__.startswith("torch.distributed") for leaf in leaves(values)):
         return True
     if is_pure(node) or node.op == "call_method":  # methods are a tensor's
@@ -85,10 +86,12 @@ def may_communicate(node: fx.Node) -> bool:
         is_local = kind.__module__.startswith("torch.nn.")
         is_local &= not issubclass(kind, torch.nn.SyncBatchNorm)
     elif library is not None:
+        # A wait exchanges nothing: the collective for which it waits is another call, and counts.
         is_local = library in _LOCAL_LIBRARIES or _torch.is_wait(node.target)
     elif _torch.is_higher_order(node.target):
         # It runs graphs, or one operator, which is among its arguments (`run_with_rng_state`).
         libraries = {_torch.namespace_of(argument) for argument in leaves(node.args)} - {None}
+        # One that is given no operator, and is not known to run graphs alone, may do anything.
         is_local = bool(libraries) or _torch.runs_graphs(name_of(node))
         is_local &= libraries <= _LOCAL_LIBRARIES
         is_local &= not any(map(may_communicate, _calls_of_graphs(node)))
@@ -226,6 +229,7 @@ def is_differentiable(node: fx.Node) -> bool:
     tensors = _tensors_of(value)
     if tensors:
         return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
+    # Numbers have no gradient. Of a call without an example value nothing is known.
     return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
 
 
@@ -234,7 +238,7 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def describe(nodes: Iterable[fx.Node]) -> tuple[NodeText, ...]:
-    """Return nodes as text, which keeps neither the graph nor its tensors alive."""
+    """Nodes as text for people, which keeps neither the graph nor its tensors alive."""
     return tuple(
         NodeText(
             name=node.name,
@@ -255,6 +259,7 @@ def _target_text(node: fx.Node) -> str:
 
 
 def _shape_text(value: Any) -> str:
+    """`float32[8, 64]`, for each tensor in a value; empty if that cannot be told."""
     try:
         return ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}[{', '.join(map(str, t.shape))}]"
@@ -273,15 +278,28 @@ def _source_text(stack_trace: str) -> str:
     return ":".join(found[-1]) if found else ""
 
 
+class ValueInMemory(NamedTuple):
+    """A value in memory that some call writes to, and for how long the graph needs the value."""
+
+    node: fx.Node
+    made: int  # the position of the call that makes the value; below zero for a graph's input
+    last_use: int  # the position of the last call that uses it; the number of calls if returned
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the value is an input of the graph, and so memory of the caller's."""
+        return self.made < 0
+
+
 @dataclass(slots=True)
 class WrittenMemory:
-    """The values that share one storage, as (node, position made, last use), and who writes to it.
+    """One storage that some call writes to: the values in it, and the writes.
 
-    A graph input is made at -1. `writes` are the positions of calls, in order.
+    x = relu(a); v = x.view(-1); x.add_(1)      x, v, and what add_ returns; written at 2
     """
 
-    values: list[tuple[fx.Node, int, int]] = field(default_factory=list)
-    writes: list[int] = field(default_factory=list)
+    values: list[ValueInMemory] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)  # the positions of calls, in order
 
 
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
@@ -296,6 +314,7 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
     calls = call_nodes(graph)
     positions = {node: position for position, node in enumerate(calls)}
     memory: dict[int, WrittenMemory] = {}
+    # By the storage that a reshape returned: the storage as which it counts, its input's.
     origin: dict[int, int] = {}
 
     def keys_of(node: fx.Node) -> list[int]:
@@ -307,8 +326,9 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
             sources = keys_of(node.all_input_nodes[0])
             origin.update((key, source) for key in storage_keys(node) for source in sources)
         for key in keys_of(node):
-            last = max((positions.get(user, len(calls)) for user in node.users), default=made)
-            memory.setdefault(key, WrittenMemory()).values.append((node, made, last))
+            last_use = max((positions.get(user, len(calls)) for user in node.users), default=made)
+            value = ValueInMemory(node, made, last_use)
+            memory.setdefault(key, WrittenMemory()).values.append(value)
         for target in written_by(node):
             for key in keys_of(target):
                 memory.setdefault(key, WrittenMemory()).writes.append(made)
@@ -316,35 +336,40 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
 
 
 def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]]:
-    """Yield the boundaries at which two or more values share memory that is written to later.
+    """Spans of the boundaries that two or more values cross in memory that is written behind them.
 
-    They are spans (first, last) with both ends included, empty if first > last. Passed to another
-    section such values would have to stay shared. A single value can be passed; see
-    `find_overwritten`.
+        0  y = relu(x)
+        1  v = y.view(-1)        in the memory of y
+                                 <- a boundary here, at 2, is forbidden: the span (2, 2)
+        2  y.add_(1)             has to change v as well
+        3  z = v * y
+
+    A section that gets `y` and `v` as two inputs would have to be told that they share memory. A
+    single value can cross, see `find_overwritten`. A span (first, last) includes both ends, and is
+    empty if first > last.
     """
     for memory in written:
         earlier_last_use = -1  # of the values that were made before
-        for _, made, last in sorted(memory.values, key=lambda value: value[1]):
-            yield max(made + 1, 0), min(last, earlier_last_use, memory.writes[-1])
-            earlier_last_use = max(earlier_last_use, last)
+        for value in sorted(memory.values, key=lambda value: value.made):
+            yield value.made + 1, min(value.last_use, earlier_last_use, memory.writes[-1])
+            earlier_last_use = max(earlier_last_use, value.last_use)
 
 
 def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, fx.Node]]:
-    """The values that a section takes from an earlier one and writes to.
+    """The values that a section takes from an earlier one and writes to: it has to write to a copy.
 
-    Each comes with the start of the section that writes to it. `bounds` are the starts of all
-    sections, then the end of the graph. The section that made the value may have saved it for its
-    backward, and AOTAutograd cannot save what a write to an input overwrites.
+    The section that made such a value may have saved it for its backward, and AOTAutograd cannot
+    save what a write to an input overwrites. Each value comes behind the start of the section that
+    writes to it. `bounds` are the starts of all sections, then the end of the graph.
     """
     overwritten = []
     for memory in find_written_memory(graph):
-        if any(made < 0 for _, made, _ in memory.values):
-            continue  # a graph input's memory: the caller is meant to see writes to it
+        if any(value.is_input for value in memory.values):
+            continue  # the caller is meant to see writes to what it passed in
         for start, stop in itertools.pairwise(bounds):
             if any(start <= write < stop for write in memory.writes):
-                for node, made, last in memory.values:
-                    if made < start <= last:
-                        overwritten.append((start, node))
+                crossing = [v.node for v in memory.values if v.made < start <= v.last_use]
+                overwritten += [(start, node) for node in crossing]
     return overwritten
 
 
@@ -381,29 +406,38 @@ def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
 
 
 def _argument(node: fx.Node, position: int | None, name: str) -> Any:
+    """An argument of a call, by its position or else by its name; None if the call lacks it.
+
+    What operators call `self` is the `input` of torch's functions.
+    """
     if position is not None and position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, node.kwargs.get("input") if name == "self" else None)
 
 
 def _writes_within(node: fx.Node) -> bool:
-    """Whether a higher-order operator's kernel, or a graph that it calls, writes to an input."""
+    """Whether a higher-order operator writes to one of its inputs, as far as that is known.
+
+    `cond(p, if_true, if_false, (x,))` does if one of the two graphs writes to memory of the graph's
+    inputs. A write to a value that the graph made itself is nobody else's matter.
+    """
     if _torch.is_triton_kernel(node.target):
-        return True
-    return any(
-        made < 0
-        for gm in graphs_of(node)
-        for memory in find_written_memory(gm.graph)
-        for _, made, _ in memory.values
-    )
+        return True  # nothing says which of its inputs a kernel writes
+    for gm in graphs_of(node):
+        for memory in find_written_memory(gm.graph):
+            if any(value.is_input for value in memory.values):
+                return True
+    return False
 
 
+# `operator.iadd` and others that stand for `a += b`, and `setitem` for `a[i] = b`.
 _IN_PLACE_OPERATORS = frozenset(
     name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
 ) - {"index", "inv", "invert", "is_", "is_not", "itemgetter"} | {"setitem"}
 
 
 def _is_in_place(node: fx.Node) -> bool:
+    """Whether a call says that it writes to its first input: `add_`, `a += b`, `inplace=True`."""
     if node.op == "call_module":
         return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)

@@ -146,7 +146,8 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
         sections: their graphs, in the order in which they run.
         reachable: what `find_reachable` returned for it.
         argument_of: by which argument of the forward each DDP parameter comes in.
-        unwritten: as for `read_backward`.
+        unwritten: the arguments that are parameters to which nobody writes before their gradients
+            are released, as for `read_backward`.
         releases: where autograd released the gradients; each where it is made, if that is unknown.
 
     Raises:
@@ -194,13 +195,13 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     _require(run.released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
     _require(
-        not split.num_made - whole.num_made,
+        not split.num_made - whole.num_made,  # what the sections make more often than the graph
         "a section makes a call again that is neither a view nor a constant",
     )
     _require(whole.writes == split.writes, "what is written to arguments differs")
     facts = read_backward(gm, reachable, unwritten, releases.num_before)
     calls = call_nodes(gm.graph)
-    # The last section in which each event is.
+    # The last section in which each event is: a read by a call that makes a number may be in many.
     ran_in: dict[Hashable, SectionIndex] = {}
     for event in split.events:
         ran_in[event.what] = max(event.section, ran_in.get(event.what, _FIRST_SECTION))
@@ -558,6 +559,7 @@ class _Program:
         return fx.map_arg(tuple(output_values(gm)), values.__getitem__)
 
     def _call(self, gm: fx.GraphModule, node: fx.Node, values: Mapping[fx.Node, Any]) -> _Value:
+        """What a call or an attribute is, symbolically; the call's effects and reads are noted."""
         read = [values[source] for source in node.all_input_nodes]
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
@@ -611,6 +613,7 @@ class _Program:
                 self.events.append(_Event(("read", call, original), node, section))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+        """Note that a call enters or leaves autocast or no_grad."""
         is_grad_mode = _torch.sets_grad_mode(name_of(node))
         if is_grad_mode and not node.args[0]:
             self._modes.append(False)

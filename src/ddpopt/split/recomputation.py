@@ -55,7 +55,7 @@ class _Forward(NamedTuple):
 _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictionary()
 
 
-def compiled_for() -> DistributedDataParallel | None:
+def ddp_to_compile_for() -> DistributedDataParallel | None:
     """The DDP module to compile for: the active one, or that of the recomputed forward."""
     # Asked although it matters only where no module is active: if torch has moved the private name,
     # that shows here, and not first in a recomputation.

@@ -79,6 +79,7 @@ class ReleaseOrder:
             _noting.reset(token)
 
     def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Hook the tensors that AOTAutograd's trace has for the watched arguments."""
         # AOTAutograd may trace a graph more than once; the last time counts.
         self._num_before.clear()
         self._last_node = None
@@ -91,6 +92,7 @@ class ReleaseOrder:
         self._last_node = _last_node(graph)
 
     def _release(self, argument: Argument, _gradient: torch.Tensor) -> None:
+        """Mark the calls traced since the last release; a hook on the argument's tensor."""
         graph = _torch.traced_graph()
         if graph is None or self._last_node is None:
             return  # somebody else differentiates: nothing is traced
@@ -188,6 +190,7 @@ def function_of(call: fx.Node) -> int | None:
 
 
 def _watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the operator does: begin to note, if AOTAutograd is tracing in a block of `noting`."""
     order = _noting.get()
     if order is not None and _torch.traced_graph() is not None:
         order._begin(arguments)
@@ -195,6 +198,7 @@ def _watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) -> t
 
 
 def _end_forward(token: torch.Tensor) -> torch.Tensor:
+    """What the other operator does: note that what is traced from here on is the backward."""
     copied = token.clone()
     order, graph = _noting.get(), _torch.traced_graph()
     if order is not None and graph is not None:
@@ -219,9 +223,14 @@ _define("end_forward(Tensor token) -> Tensor", _end_forward)
 
 
 def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
-    """Add the operator that watches these arguments in front of a graph's calls.
+    """Add the operator that notes, in a trace, when gradients of these arguments are released.
 
-    `token` is a placeholder behind all others. Returns the token for `end_forward`.
+        watched = ddpopt.watch_releases(token, [w, b])     in front of all calls: hooks `w` and `b`
+        ...                                                the graph's calls
+        copied = ddpopt.end_forward(watched)               tells where the backward's trace begins
+
+    `token` is the graph's last placeholder. It goes through both operators; this function returns
+    what the first one makes of it, which `end_forward` takes.
     """
     with token.graph.inserting_after(token):
         return token.graph.call_function(
@@ -230,5 +239,9 @@ def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
 
 
 def end_forward(watched: fx.Node) -> fx.Node:
-    """Add the operator that ends the forward, at the insertion point; return the token's copy."""
+    """Add the operator that notes the forward's end, at the insertion point.
+
+    Calls that are traced before it get no mark. `watched` is what `watch_arguments` returned.
+    Returns a copy of the token.
+    """
     return watched.graph.call_function(torch.ops.ddpopt.end_forward.default, (watched,))

@@ -97,18 +97,20 @@ class GraphRunner:
         return tuple(self._compiled.argument_of)
 
     def __call__(self, *args: Any) -> Any:
+        """Run the graph for the module whose forward is going on."""
         ddp = _torch.active_ddp()
-        if ddp is None:
+        if ddp is None:  # a checkpoint's recomputation, in backward
             return self._call(*args)
         module_state = state.get(ddp)
         parameters = None
         if self._shared_parameters is not None:
             parameters = tuple([args[argument] for argument in self._shared_parameters])
         module_state.note_run(self._compiled.cut.graph, parameters)
-        if self in module_state.compared:
+        if self in module_state.compared:  # as in all but the first steps
             return self._call(*args)
         if not module_state.is_run_by(self._compiled.cut.graph, self):
             self._begin(ddp, module_state, args)
+        # DDP will form its buckets from the order in which the gradients of this step arrive.
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered_call(*args)
         if compare_buckets(ddp):

@@ -85,7 +85,8 @@ _FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
 def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
     """Small buckets at whose ends a graph is cut while the best buckets are being searched.
 
-    There are about twenty at most, so that cuts stay cheap.
+    There are about twenty at most, so that cuts stay cheap. They have no limit in bytes, and so 0
+    for the limit.
     """
     total_bytes = sum(parameter.num_bytes for parameter in arrival)
     ends_bytes = [fraction * total_bytes for fraction in _FINE_ENDS]
@@ -100,9 +101,11 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
 
 
 def _require_two_parts(bucket_parts: Sequence[Sequence[Parameter]]) -> None:
-    """Raise NotCutError unless a graph has parts of two buckets.
+    """Raise NotCutError unless a graph releases gradients of two buckets or more.
 
-    A cut only helps if it releases one bucket before another.
+    A cut only helps if it releases one bucket before another. `bucket_parts` is what
+    `parts_of_buckets` returned: the graph's own parameters, bucket by bucket, without the buckets
+    of which it has none.
     """
     if not bucket_parts:
         raise NotCutError(Reason.NO_PARAMETERS)
@@ -137,6 +140,7 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     legal = [Position(0)]
     legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
     wanted: set[Position] = set()
+    # Not at the first position, the last bucket's: that bucket is complete at backward's end.
     for position in positions[1:]:
         wanted.add(legal[bisect.bisect_right(legal, position) - 1])
     wanted.update(_bounds_behind_collectives(facts, legal))
@@ -158,10 +162,15 @@ def _section_at(bounds: Sequence[Position], position: Position) -> SectionIndex:
 
 
 def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -> list[Position]:
-    """The boundaries between each collective and the next first use; see [Note: collectives].
+    """Boundaries that divide each collective from the next parameter's first use behind it.
 
-    No boundary is needed between a first use and a collective of the same call (a checkpoint, an
-    operator with weights).
+        0  y = matmul(x, w0)
+        1  s = all_reduce(y)
+                                 <- boundary: else backward would run the collective's own backward
+        2  z = matmul(s, w1)        before it releases the gradient of w1
+
+    See [Note: collectives]. No boundary is needed between a first use and a collective of the same
+    call (a checkpoint, an operator with weights).
 
     Raises:
         NotCutError: a boundary is needed where none is possible.
@@ -200,7 +209,7 @@ def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[Position]) 
 
 
 def _drop_empty_sections(bounds: Collection[Position], facts: ForwardFacts) -> list[Position]:
-    """Drop the boundary behind a section that passes nothing on, or has no parameter's first use.
+    """The boundaries behind sections that pass something on and have a parameter's first use.
 
     split_module drops a section without outputs. The backward of a section without a first use
     completes no gradient, so it may as well be one with the next section's; but not if it has
@@ -253,7 +262,8 @@ def choose_backward_sections(
         facts: what the graph is like.
         buckets: those at which to cut, in launch order.
         argument_of: by which argument of the forward each parameter comes in.
-        final: what `final_places` returned for them.
+        final: the place at which the gradient of each parameter is final, as `final_places` found
+            it: without parameters that a graph whose backward comes later uses again.
 
     Raises:
         NotCutError: the graph should stay whole.
@@ -270,10 +280,11 @@ def choose_backward_sections(
     ready_at = _ready_at(facts, order, in_parts={*itertools.chain(*released)})
     inner_bounds = _choose_bounds(facts, order, ends, {*ready_at.values()})
     if not inner_bounds:
-        is_alone = not any(facts.communicates)
-        raise NotCutError(Reason.COMPLETE_TOGETHER if is_alone else Reason.COLLECTIVES)
+        communicates = any(facts.communicates)
+        raise NotCutError(Reason.COLLECTIVES if communicates else Reason.COMPLETE_TOGETHER)
     bounds = [Position(0), *inner_bounds, Position(len(order))]
-    # The first section that stops at or after the end of a stage completes its part.
+    # The first section that stops at or after the end of a stage completes the stage's part. The
+    # search begins behind the graph's start, at which no section stops.
     section_of: dict[Parameter, SectionIndex] = {}
     released_in: dict[Argument, SectionIndex] = {}
     for part, end in zip(parts, ends, strict=True):
@@ -368,8 +379,9 @@ def _require_order_of_collectives(
 ) -> None:
     """Require as many collectives before each release as in the graph, see [Note: collectives].
 
-    A call that reads a parameter has to run before the parameter's release, even if it stands
-    behind it, and so has a collective on which the call depends.
+    A collective may have moved in front of a release: a call that reads a parameter has to run
+    before the parameter's gradient is released, even if the call stands behind that place, and so
+    have all calls on which it depends.
 
     Raises:
         NotCutError: that is not so.
@@ -404,6 +416,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     for k, arguments in numbered(Stage, released):
         for argument in arguments:
             reached = max(reached, facts.release_places[argument])
+            # The part waits for what makes its gradients, and for what reads its parameters: a hook
+            # may update a parameter once its gradient is released.
             readers = facts.memory_reads.get(memory_of_argument(argument), ())
             for call in (*facts.gradients[argument], *readers):
                 stage[call] = min(stage[call], k)
@@ -425,7 +439,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
 
 def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
     """Move calls to earlier stages, so that none runs later than a call that depends on it."""
-    # The stage of the effect after this one, since effects keep their order.
+    # From the last call to the first, so that a call's stage is final before it moves the calls on
+    # which it depends. `following` is the stage of the next effect: effects keep their order.
     following = max(stage, default=Stage(0))
     for call in map(Call, reversed(range(len(facts.reads)))):
         if call in facts.epilogue_copies:
@@ -457,7 +472,8 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[Stage]) -> None:
         fused_calls = _fused_calls_of(gradient, facts, readers)
         if any(facts.is_ordered[call] for call in fused_calls):
             continue
-        # The latest stage from which these calls read, and whether they would be fused with it.
+        # The latest stage from which these calls read, and whether they would be fused with a call
+        # of that stage. If they read several, one that they would be fused with counts.
         outside = [
             (stage[source], tie in _FUSED)
             for call in fused_calls
@@ -478,6 +494,7 @@ def _fused_calls_of(
     pending = [gradient]
     while pending:
         for source, tie in facts.reads[pending.pop()].items():
+            # Whatever else reads the source, outside of this set, keeps it where it is.
             if tie in _FUSED and fused_calls.issuperset(readers[source]):
                 fused_calls.add(source)
                 pending.append(source)
@@ -502,6 +519,7 @@ def _order_calls(facts: BackwardFacts, stage: list[Stage]) -> list[Call]:
             roots.append(call)
     order: list[Call] = []
     for call in sorted(roots, key=lambda call: (stage[call], call)):
+        # Behind each call come its elements, in their order: the stack's last is taken first.
         pending = [call]
         while pending:
             order.append(pending.pop())
@@ -512,10 +530,10 @@ def _order_calls(facts: BackwardFacts, stage: list[Stage]) -> list[Call]:
 def _ready_at(
     facts: BackwardFacts, order: Sequence[Call], in_parts: Collection[Argument]
 ) -> dict[Argument, Position]:
-    """For the gradients that are in no part: behind which position each may be released.
+    """For each gradient that is in no part: behind which position it may be released.
 
     Behind that position the gradient exists, its argument is no longer read, and all calls have run
-    that stand before its release.
+    of which a hook on the gradient could tell.
     """
     position_of = {call: position for position, call in numbered(Position, order)}
     # At which position the last of the observable calls runs that stand before each place.
@@ -557,6 +575,8 @@ def _choose_bounds(
     for end, following in itertools.pairwise(sorted(set(ends))):
         if end <= max(bounds, default=-1):
             continue  # a tuple in between: the bucket is complete at an earlier stage's boundary
+        # `start` is the first possible boundary (behind all calls one always is). From there it may
+        # move on, but not past the next stage's first call that stops it.
         start = next(p for p in range(max(end, earliest), len(costs)) if costs[p] is not None)
         stop = next((p for p in range(start, following) if stops[p]), start)
         legal = (p for p in range(start, stop + 1) if costs[p] is not None)
@@ -565,17 +585,26 @@ def _choose_bounds(
 
 
 def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[tuple[int, int] | None]:
-    """What a boundary at each position costs, None where it is not possible.
+    """What a boundary at each position costs, from 0 (before all calls) to that behind all calls.
 
-    Values that would be rounded here but not in the whole graph take precedence over bytes. Bytes
-    kept alive that a fusion would never have written count twice.
+        0  a = mm(g, w)
+                             <- a boundary at 1 costs the bytes of `a`
+        1  c = mul(a, 2)
+                             <- at 2 twice those of `c`: the loop of call 2 would be that of call 1
+        2  d = sum(c)
+
+    A cost is how many reads would see a value rounded that is not rounded in the whole graph, and
+    then the bytes that have to be kept across the boundary. The bytes of a value that a fusion
+    would never have written, as of `c`, count twice. It is None where no boundary is possible.
+    Inputs of the graph cost nothing: they are there anyway.
     """
     position_of = {call: position for position, call in numbered(Position, order)}
-    size = len(order) + 2
-    rounded, num_bytes, forbidden = ([0] * size for _ in range(3))
+    num_bounds = len(order) + 1
+    # What each boundary has more than the one before it, so that running sums are the costs.
+    rounded, num_bytes, forbidden = ([0] * num_bounds for _ in range(3))
 
     def add(changes: list[int], maker: Call, reader: Position, amount: int) -> None:
-        """Add to all boundaries between a call and the position of one that reads its value."""
+        """Add to all boundaries behind a call, up to the one before a call that reads its value."""
         changes[position_of[maker] + 1] += amount
         changes[reader + 1] -= amount
 
@@ -590,7 +619,7 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[tuple[int,
                 add(rounded, source, position, 1)
             if tie in (Tie.TUPLE, Tie.MADE_IN_ARGUMENT):
                 add(forbidden, source, position, 1)
-    for uses in (last_use, last_fused):
+    for uses in (last_use, last_fused):  # so bytes count twice up to the last fused use
         for source, position in uses.items():
             add(num_bytes, source, position, facts.num_bytes[source])
     costs: list[tuple[int, int] | None] = []
@@ -606,9 +635,10 @@ def _choose_releases(
     released_in: Mapping[Argument, SectionIndex],
     ready_at: Mapping[Argument, Position],
 ) -> tuple[tuple[Argument, ...], ...]:
-    """The arguments whose gradients each section releases.
+    """For each section: the arguments whose gradients it releases.
 
-    Those of buckets are `released_in` the given sections, any other one in the first that can.
+    Gradients of parts are released in the sections that `released_in` gives, and any other gradient
+    in the first section that runs all for which it has to wait, see `_ready_at`.
     """
     releases: list[list[Argument]] = [[] for _ in bounds[1:]]
     for argument in facts.gradients:

@@ -208,6 +208,7 @@ class DDPState:
         return () if cut is None else cut.arrival
 
     def _parameters_of(self, run: _GraphRun) -> tuple[Parameter, ...]:
+        """The parameters that a run of a graph used, in the order in which gradients arrive."""
         if run.parameters is None:
             return self._arrival_of(run.graph)
         reduced = _torch.reducer_parameters(self._module())
@@ -337,6 +338,7 @@ has_drifted = False  # whether a graph was compiled without noting for which mod
 
 
 def get(ddp: DistributedDataParallel) -> DDPState:
+    """What is known about a module, made when it is asked for first."""
     state = _states.get(ddp)
     if state is None:  # setdefault would make one at each call, and forwards call this
         state = _states[ddp] = DDPState(ddp)
