@@ -189,7 +189,7 @@ def test_ranks_of_several_nodes_are_no_node(rank: int) -> None:
         with pytest.raises(OptionError, match=names):
             attach(ddp, optimizer, ByteGrad())
         handle = attach(ddp, optimizer, ByteGrad(local_world_size=1))  # as the error advises
-    assert handle.groups.place == (rank // 2, 2)
+    assert (handle.groups.ring_index, handle.groups.ring_size) == (rank // 2, 2)
     handle.detach()
 
 

@@ -28,7 +28,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     """Make Dynamo give whole graphs, unsplit, to those backends for which `is_ours` is true.
 
     While a DDP forward is active, Dynamo looks up `DDPOptimizer` in its module for each frame,
-    constructs it around the backend and uses its `compile_fn`. There is no other place to
+    constructs it around the backend and uses its `compile_fn`. There is no other way to
     intervene, so the class is replaced by a subclass that for other backends is the original.
     Idempotent.
     """

@@ -160,7 +160,7 @@ def replace_reducer(
         return done  # type: ignore[return-value]  # `settle` has raised the problem
 
     change = do_alone(lambda: Change(ddp, buckets, caps_bytes, num_arrivals))
-    # Whether all ranks are at the same place, so that the way back may communicate.
+    # Whether all ranks have come this far, so that the way back may communicate.
     are_together = True
     try:
         gradients = do_alone(lambda: change.make(change.after))
@@ -230,7 +230,7 @@ class Change:
         config = self.before.config
         if config is not None:
             config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
-        arrivals = self._arrivals(buckets, num_arrivals)
+        arrivals = self._num_arrivals(buckets, num_arrivals)
         self.after = Formation(buckets, list(caps_bytes), config, arrivals)
 
     def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
@@ -240,16 +240,22 @@ class Change:
             for bucket in asked:
                 buckets.append([self._reduced[tensor].index for tensor in bucket])
             if not will_rebuild_buckets(ddp):
-                arrivals = self._arrivals(buckets, num_arrivals)
+                arrivals = self._num_arrivals(buckets, num_arrivals)
         config = names.BUCKET_CONFIG.get(ddp) if names.BUCKET_CONFIG.is_expected else None
         return Formation(buckets, list(names.CAPS_BYTES.get(ddp)), config, arrivals)
 
-    def _arrivals(
+    def _num_arrivals(
         self,
         buckets: Sequence[Sequence[ParameterIndex]],
         num_arrivals: Mapping[ParameterIndex, int] | None,
     ) -> Mapping[ParameterIndex, int] | None:
-        """The arrivals of a Reducer's first steps; None if it is to take these in training."""
+        """How often each gradient is to arrive in the steps that a new Reducer is led through.
+
+        A Reducer forms its buckets from the order of arrival in its first steps. `pass_first_steps`
+        takes those, with gradients that arrive bucket by bucket: each once, or, with a static
+        graph, as often as in a step of the training. None if the Reducer takes its first steps in
+        training.
+        """
         # A Reducer that looks for unused parameters keeps the buckets that it is made with.
         if not follows_arrival_order(self._ddp):
             return None

@@ -131,9 +131,9 @@ class Groups:
 
     They have the backend and the timeout of `parent`. `everyone` has all of its ranks, `leaders`
     those that communicate for all, every rank if not hierarchical; it is None on the others.
-    `node` has those of this rank's node, and is None if a node is one rank. `place` is the index of
-    this rank or node, and their number. `ddp` is DDP's own group, for what DDP would send on it.
-    Making them is collective.
+    `node` has those of this rank's node, and is None if a node is one rank. `ring_index` is the
+    index of this rank or node in the ring, and `ring_size` their number. `ddp` is DDP's own group,
+    for what DDP would send on it. Making them is collective.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
@@ -146,7 +146,8 @@ class Groups:
         self._made: list[Communicator] = []
         self._ranks = ranks = dist.get_process_group_ranks(parent)
         first = ddp.rank - ddp.rank % ranks_per_node
-        self.place = (ddp.rank // ranks_per_node, len(ranks) // ranks_per_node)
+        self.ring_index = ddp.rank // ranks_per_node
+        self.ring_size = len(ranks) // ranks_per_node
         self.everyone = self._make("everyone", ranks)
         self.leaders: Communicator | None = self.everyone
         self.node: Communicator | None = None

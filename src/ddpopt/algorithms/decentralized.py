@@ -188,7 +188,8 @@ class LowPrecisionDecentralizedHandle(Handle):
         state = super().state_dict()  # first: it may end a step, whose exchange changes replicas
         replicas = self.replicas
         copies = replicas and [[values.clone() for values in replica] for replica in replicas]
-        return {**state, "place": self.groups.place, "replicas": copies}
+        place = self.groups.ring_index, self.groups.ring_size
+        return {**state, "place": place, "replicas": copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -197,7 +198,8 @@ class LowPrecisionDecentralizedHandle(Handle):
                 values.copy_(copied)
 
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
-        facts, place = super().check_state(state), self.groups.place
+        facts = super().check_state(state)
+        place = self.groups.ring_index, self.groups.ring_size
         if tuple(state.get("place", ())) != place:
             raise OptionError(
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "

@@ -119,20 +119,20 @@ def _make(text: str, factory: Callable[[], Any]) -> Loaded:
 
 @contextlib.contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Raise what the user's code raises in this block as InputError, with the place in one line."""
+    """Raise what the user's code raises in this block as InputError, which says where."""
     try:
         yield
     except DDPOptError:
         raise
     except Exception as error:
-        # Whatever the user's module, factory or model raises. The place to blame is the last frame
+        # Whatever the user's module, factory or model raises. What is to blame is the last frame
         # that is neither torch's nor ours: both only call the user's code, or are called by it.
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
         frame = (own or frames)[-1]
         text = quote_text(str(error))
-        place = f"{frame.filename}:{frame.lineno}"
-        raise InputError(f"{what} raised {type(error).__name__}: {text} ({place})") from error
+        source = f"{frame.filename}:{frame.lineno}"
+        raise InputError(f"{what} raised {type(error).__name__}: {text} ({source})") from error
 
 
 # ---- process groups -----------------------------------------------------------------------------

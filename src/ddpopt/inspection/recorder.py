@@ -260,7 +260,7 @@ class _Reader:
         )
 
     def _at(self, time_s: float) -> float:
-        """When the device got to a place in its queue; 0 (unknown) for 0."""
+        """When the device reached what the clock queued at that time; 0 (unknown) for 0."""
         return self._start_s + self._clock.seconds(self._start_s, time_s) if time_s else 0.0
 
     def _read_buckets(

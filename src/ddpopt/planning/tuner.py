@@ -210,7 +210,7 @@ class _Tuner(Subscriber):
         return "\n".join(filter(None, [self._outcome, self._describe_progress()]))
 
     def stop_measuring(self) -> None:
-        """Let go of autograd's nodes, where another tuner takes this one's place."""
+        """Let go of autograd's nodes, where another tuner takes over from this one."""
         if self._stopwatch is not None:
             self._stopwatch.stop()
 
@@ -330,7 +330,7 @@ class _Tuner(Subscriber):
         self._num_postponed = 0
         state.get(ddp).end_search()
 
-    # ---- What follows, on all ranks at the same place ---------------------------------------
+    # ---- What follows, on all ranks together ------------------------------------------------
 
     def _conclude(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
         if stage is _GIVEN:

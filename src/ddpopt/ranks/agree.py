@@ -1,7 +1,7 @@
-"""How ranks talk by a collective of DDP's group, where all of them are at the same place.
+"""How ranks talk by a collective of DDP's group, where all of them make the same call.
 
 Whoever needs all ranks to be alike gives facts; the first difference is found here and named, the
-same on all ranks. Where ranks may not be at the same place, they meet as in `ranks/meetings.py`.
+same on all ranks. Where some ranks may not come to the call, they meet as in `ranks/meetings.py`.
 """
 
 from __future__ import annotations

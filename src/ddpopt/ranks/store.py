@@ -1,4 +1,4 @@
-"""A process group's store: the one place that calls one, each call with a time limit.
+"""A process group's store: the one module that calls one, each call with a time limit.
 
 A store whose process is stopped, or whose machine is cut off, answers nobody, and torch waits
 forever for all answers, whatever `set_timeout` was given (2.13: `get` and `wait` notice their

@@ -22,7 +22,7 @@ def read_host() -> float:
 
 
 class _Queued(float):
-    """When the CPU was at a place in a device's queue, with the event that marks the place."""
+    """When the CPU put an event into a device's queue, with the event."""
 
     __slots__ = ("event",)
     event: torch.Event
@@ -36,7 +36,7 @@ class Clock:
         self.is_on_cpu = device.type == "cpu"
 
     def now(self) -> float:
-        """The time; on a GPU it marks a place in the queue, at which the GPU has yet to arrive."""
+        """The time; on a GPU an event in its queue marks it, which the GPU has yet to reach."""
         if self.is_on_cpu:
             return read_host()
         moment = _Queued(read_host())

@@ -1,7 +1,7 @@
 """A number for each DDP module, the same on all ranks.
 
 [Note: keys of meetings]
-Ranks that meet for a module have to write to the same place of the store, to which no meeting
+Ranks that meet for a module have to write to the same keys of the store, to which no meeting
 for another module, or an earlier one for this, has written. Collectives of one group run in one
 order on all ranks, DDP's allreduces as well. So modules are numbered in the order in which they
 first reduce gradients, whether anybody looks for their buckets or not. What else could be
