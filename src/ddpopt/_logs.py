@@ -48,6 +48,14 @@ def warning(message: str, *args: object, exc_info: Exception | None = None) -> N
     _torch_log.warning(message, *args, stacklevel=2, exc_info=exc_info)
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Add a line to what is shown of an error; on Python 3.10, which has no notes, warn of it."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        warning("%s", note)
+
+
 def progress(message: str, *args: object) -> None:
     """Log at INFO; if that is off, print it to rank 0's stderr, a terminal or not."""
     if not info(message, *args) and os.environ.get("RANK", "0") == "0":

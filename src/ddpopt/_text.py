@@ -156,14 +156,3 @@ def source_digest() -> str:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def add_note(error: Exception, note: str) -> None:
-    """Add a line to what is shown of an error.
-
-    Python 3.10 has no notes. There the line goes to the error's text, if it has nothing else.
-    """
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}",)

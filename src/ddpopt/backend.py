@@ -17,7 +17,6 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._text import add_note
 from ddpopt._torch import Forward
 from ddpopt.checks import first_step, uncompiled
 from ddpopt.errors import DDPOptError, NotCutError, Reason, TorchDriftError, UnsupportedModeError
@@ -79,7 +78,7 @@ def backend(
         # Inductor, or the user's inner compiler, may raise anything. It is raised on, with a
         # remedy if we know one.
         if "InvalidCxxCompiler" in str(error):
-            add_note(error, f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}")
+            _logs.add_note(error, f"ddpopt: Inductor finds no C++ compiler; {NO_COMPILER}")
         raise
 
 

@@ -29,8 +29,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpopt import _torch, _traced
-from ddpopt._text import add_note, quote
+from ddpopt import _logs, _torch, _traced
+from ddpopt._text import quote
 
 Hook = Callable[..., Any]
 Share = tuple[tuple[Any, ...], dict[str, Any]]  # what one replica is called with
@@ -160,7 +160,7 @@ class DataParallel(nn.Module):
             except Exception as error:
                 # The user's forward may raise anything. The error is raised on, with the device
                 # added.
-                add_note(error, f"in replica {index} on {device}")
+                _logs.add_note(error, f"in replica {index} on {device}")
                 raise
 
         return run

@@ -153,7 +153,7 @@ def test_a_model_on_the_meta_device_has_the_same_profile() -> None:
         planned = GPT()
     inputs = {"tokens": TOKENS, "targets": TOKENS}
     expected = estimate(GPT(), inputs, device=DEVICE)
-    if torch.accelerator.current_accelerator() is None:
+    if torch.accelerator.current_accelerator(check_available=True) is None:
         assert estimate(planned, inputs, device=DEVICE) == expected
     else:
         assert _names(estimate(planned, inputs, device=DEVICE)) == _names(expected)

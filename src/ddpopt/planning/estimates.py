@@ -185,7 +185,9 @@ def _trace(
             "positional arguments or a dict of keyword arguments"
         )
     is_on_meta = any(parameter.is_meta for parameter in parameters.values())
-    accelerator = (torch.accelerator.current_accelerator() or "cpu") if is_on_meta else None
+    accelerator = None
+    if is_on_meta:  # a build for GPUs has an accelerator that this machine may lack
+        accelerator = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), accelerator)
     # Of copies, since a forward may keep what it computes, which here are fake tensors.
     step = _Step(*_copies.copy_model(model, loss_fn, PlanError, shares_tensors=True))
