@@ -64,7 +64,11 @@ KNOWN_SETTINGS = frozenset(
 
 @functools.cache
 def ddp_settings() -> Mapping[str, Any]:
-    """What DDP's constructor takes and its properties set, with the constructor's defaults."""
+    """The names of all settings of a DDP module, and their defaults.
+
+    Settings are the constructor's arguments, and properties that can be set on the module later,
+    whose default is not known: None.
+    """
     taken = inspect.signature(DistributedDataParallel.__init__).parameters.values()
     settings = {p.name: p.default for p in taken if p.name != "self"}
     for name, value in vars(DistributedDataParallel).items():
