@@ -448,6 +448,7 @@ _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    """The arguments that one overload writes to, as `written_arguments` returns them."""
     only_reads_averages = schema.name.endswith(_READS_AVERAGES)
     return tuple(
         (None if argument.kwarg_only else position, argument.name)

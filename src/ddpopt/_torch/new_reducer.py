@@ -217,6 +217,7 @@ class Change:
     ) -> None:
         if unknown := find_unknown_hook(ddp):
             raise PlanError(unknown)
+        # Needed once there is a new Reducer, and asked of the present one.
         for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
             row.get(names.REDUCER.get(ddp))
         self._ddp = ddp
@@ -238,6 +239,7 @@ class Change:
         self.after = Formation(buckets, list(caps_bytes), config, arrivals)
 
     def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
+        """How the present Reducer got its buckets, for another one with the same."""
         ddp, buckets, arrivals = self._ddp, None, None
         if (asked := ask_buckets(ddp)) is not None:
             buckets = []
