@@ -127,9 +127,14 @@ def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
+    """Inductor with a mode, or with options, as `torch.compile` makes it; raises OptionError.
+
+    Ours and Inductor's options come in one dictionary, so a misspelt `bukcets` gets here. Inductor
+    would name its own options only, so names are checked before.
+    """
     known = _torch.inductor_options() if options else []
     for key in options:
-        if key.replace("-", "_") not in known:
+        if key.replace("-", "_") not in known:  # Inductor, too, takes dashes
             close = difflib.get_close_matches(key, [*OWN_OPTIONS, *known])
             hint = (
                 f"did you mean {' or '.join(map(repr, close))}?"

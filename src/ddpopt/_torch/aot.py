@@ -186,10 +186,14 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
 
 
 def for_sections(compiler: CompilerFn) -> CompilerFn:
-    """The same compiler for a section of a forward; differs if `inductor()` made it."""
+    """A compiler like this one, for sections of a forward.
+
+    It is this one itself, or if `inductor()` made that, Inductor with `compile_part` as its inner
+    compiler.
+    """
     if not isinstance(compiler, names.INDUCTOR.get()):
         return compiler
-    names.COMPILE_FX_INNER.get()  # as above
+    names.COMPILE_FX_INNER.get()  # an error of ours is one of Inductor's once that compiles
     compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
 
     def compile_section(section: fx.GraphModule, inputs: list[Any]) -> Any:

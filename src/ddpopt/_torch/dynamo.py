@@ -77,13 +77,23 @@ def is_compiled_autograd_on() -> bool:
 
 
 def traces_backward_around(ddp: nn.Module) -> bool:
-    """Whether Dynamo compiles what calls a DDP module that runs, and a `backward()` in it too."""
+    """Whether a compiled function calls `ddp`, which runs, and would have its `backward()` traced.
+
+        @torch.compile                         compiled = torch.compile(ddp)
+        def step(x):                           def step(x):
+            ddp(x).sum().backward()                compiled(x).sum().backward()
+
+    It is so on the left, with `trace_autograd_ops`. On the right the wrapper that `torch.compile`
+    put around `ddp` runs outside of all compiled functions. So this is told by the outermost of
+    two kinds of frame: of a compiled function, and of a method of `ddp` or of that wrapper.
+    """
     if not names.TRACE_AUTOGRAD.get():
         return False
-    code = torch.compile(ddp.forward, backend="eager").__code__  # that of all compiled functions
+    # All that `torch.compile` returns for functions are closures of one function, with its code.
+    code = torch.compile(ddp.forward, backend="eager").__code__
     found = [(f.f_code is code, unwrap_compiled(f.f_locals.get("self")) is ddp) for f in frames()]
     are_compiled = [is_compiled for is_compiled, is_ddp in found if is_compiled or is_ddp]
-    return False in are_compiled and are_compiled[-1]  # the outermost
+    return False in are_compiled and are_compiled[-1]  # `frames` ends with the outermost
 
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
@@ -371,7 +381,10 @@ def wants_cuda_graphs(gm: fx.GraphModule) -> bool:
 
 
 def mark_as_new(placeholder: fx.Node) -> None:
-    """Tell AOTAutograd that Dynamo knows no source for a placeholder."""
+    """Note on a placeholder that was added to Dynamo's graph that it has no source in the program.
+
+    AOTAutograd asserts that each placeholder has such a note, and takes None for one without.
+    """
     names.DYNAMO_SOURCE.mark(placeholder, None)
 
 
@@ -435,6 +448,7 @@ _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    """The arguments that one overload writes to, as `written_arguments` returns them."""
     only_reads_averages = schema.name.endswith(_READS_AVERAGES)
     return tuple(
         (None if argument.kwarg_only else position, argument.name)

@@ -64,7 +64,11 @@ KNOWN_SETTINGS = frozenset(
 
 @functools.cache
 def ddp_settings() -> Mapping[str, Any]:
-    """What DDP's constructor takes and its properties set, with the constructor's defaults."""
+    """The names of all settings of a DDP module, and their defaults.
+
+    Settings are the constructor's arguments, and properties that can be set on the module later,
+    whose default is not known: None.
+    """
     taken = inspect.signature(DistributedDataParallel.__init__).parameters.values()
     settings = {p.name: p.default for p in taken if p.name != "self"}
     for name, value in vars(DistributedDataParallel).items():
@@ -213,6 +217,7 @@ class Change:
     ) -> None:
         if unknown := find_unknown_hook(ddp):
             raise PlanError(unknown)
+        # Needed once there is a new Reducer, and asked of the present one.
         for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
             row.get(names.REDUCER.get(ddp))
         self._ddp = ddp
@@ -234,6 +239,7 @@ class Change:
         self.after = Formation(buckets, list(caps_bytes), config, arrivals)
 
     def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
+        """How the present Reducer got its buckets, for another one with the same."""
         ddp, buckets, arrivals = self._ddp, None, None
         if (asked := ask_buckets(ddp)) is not None:
             buckets = []

@@ -123,6 +123,7 @@ def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list
 
 
 def _describe(reduced: Iterable[_Reduced]) -> dict[torch.Tensor, Parameter]:
+    """The description of each parameter, in this order, by which indices go."""
     described: dict[torch.Tensor, Parameter] = {}
     for index, (tensor, name, is_sparse) in numbered(ParameterIndex, reduced):
         described[tensor] = Parameter(

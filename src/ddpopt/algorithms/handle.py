@@ -250,7 +250,11 @@ class Handle:
     # ---- What users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that docs/reading-the-logs.md lists; `ddpopt.metrics` has them too."""
+        """The numbers that docs/reading-the-logs.md lists; `ddpopt.metrics` has them too.
+
+        A loaded state brings its `num_steps` and `num_communications`. Bytes, and the steps that
+        are counted beside them, are since `attach`: the two have to be of the same steps.
+        """
         sent_bytes = self.groups.sent_bytes
         # The bytes that DDP would have reduced in these steps.
         reduced_bytes = self._metrics["steps"] * sum(p.nbytes for p in self.training.parameters)

@@ -248,6 +248,7 @@ def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timelin
 
 
 def _describe_basis(costs: BucketPlan) -> str:
+    """What a prediction is made from: how many ranks, which computation and which allreduces."""
     allreduce = "an allreduce"
     if costs.extrapolation:
         allreduce += f", {costs.extrapolation},"

@@ -266,6 +266,7 @@ class _Reader:
     def _read_buckets(
         self, step: Step, forward_stop_s: float, backward_stop_s: float
     ) -> Iterator[BucketTimes]:
+        """The times of each bucket in a step; of none if one of them got no gradient."""
         arrived = [[index for index in bucket if index in step.ready] for bucket in self._buckets]
         if not all(arrived):
             self.notes.append("buckets: not all of them got a gradient in each step")
@@ -279,6 +280,7 @@ class _Reader:
             after_s = max(after_s, self._at(step.launched.get(last, 0.0)))
             launched_s, finished_s = after_s, None
             if allreduces:
+                # Our hook comes after DDP's, which launches: the allreduce may have begun by then.
                 launched_s = min(allreduces[k].start_s, after_s)
                 # DDP waits for all allreduces; the profiler may note their end a little later.
                 finished_s = min(allreduces[k].stop_s, backward_stop_s)

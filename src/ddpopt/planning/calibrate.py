@@ -56,6 +56,7 @@ def calibrate(
 
 
 def _measure(bench: _Bench) -> AllreduceCost:
+    """Time allreduces of the sizes of buckets, alone and beside computation, and fit a cost."""
     bench.time_allreduce(_SMALL_BYTES)  # connects, and fills caches
     probe_s = statistics.median(bench.time_allreduce(_MIB) for _ in range(_NUM_ROUNDS))
     affordable = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
@@ -117,9 +118,10 @@ class _Bench:
         assert work is not None
         num_beside, beside_s = self._multiply_while(lambda: not work.is_completed())
         work.wait()
-        stop_s = self._meet() + beside_s
+        stop_s = self._meet() + beside_s  # to compute alone for as long as beside the allreduce
         num_alone, alone_s = self._multiply_while(lambda: read_host() < stop_s)
         lost = 1 - (num_beside / beside_s) / (num_alone / alone_s)
+        # `AllreduceCost.interference` is below 1: computation never stands still.
         return min(max(self._worst(lost), 0.0), 0.95), self._worst(beside_s)
 
     def time_launch(self) -> float:
@@ -203,6 +205,7 @@ def measure_device(
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """How long a function's work takes on a device: the median of several runs, the first aside."""
     run()  # the first one allocates, and loads kernels
     clock = Clock(device)
     times: list[float] = []

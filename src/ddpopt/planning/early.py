@@ -90,7 +90,7 @@ class Departures:
 def find_departures(
     runs: Sequence[tuple[Cut, Sequence[Parameter]]], buckets: Sequence[Sequence[Parameter]]
 ) -> Departures:
-    """When gradients leave in the backward of a forward.
+    """How many bytes of gradients leave a forward's backward early, and why the others do not.
 
     No bucket is taken to wait for a parameter that no graph uses: the loss's parameters arrive
     first, and a layer that runs eagerly releases its gradients as early as in eager DDP.
@@ -185,6 +185,7 @@ class _Watch(Subscriber):
             _logs.info("when gradients leave is not known: %r", error)
 
     def _warn_of_late_gradients(self, ddp: DistributedDataParallel, known: state.DDPState) -> None:
+        """Warn if most gradients leave late, though some buckets might leave early."""
         by_index = known.buckets
         if _torch.has_comm_hook(ddp) or by_index is None or len(by_index) < 2:
             # An algorithm communicates when it pleases; one bucket leaves when all is done.

@@ -219,7 +219,14 @@ def _trace(
 
 
 class _Step(nn.Module):
-    """Forward and backward as one module, since checkpointed parts of forward run in both."""
+    """Forward, loss and backward as one module, for `functional_call` to put fake tensors into.
+
+    A backward runs checkpointed parts of the forward once more: while it runs, the fake tensors
+    have to be in place of the parameters too.
+
+    `in_loss` are modules that the loss uses beside the model, such as a teacher. They are
+    submodules too, so that their tensors are replaced as well.
+    """
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn | None, in_loss: Sequence[nn.Module]
@@ -227,8 +234,10 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.in_loss = nn.ModuleList(in_loss)
-        self._loss = (loss_fn,)  # in a tuple, or it would be registered once more if it is a module
-        self.is_stand_in = False  # known once it ran
+        # In a tuple: a loss that is a module is in `in_loss`, and would be registered once more.
+        self._loss = (loss_fn,)
+        # Whether the loss is the sum of outputs, for want of another. Known once `forward` ran.
+        self.is_stand_in = False
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
         """The loss, and its gradients with respect to `wanted`."""
@@ -360,6 +369,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _num_bytes(node: fx.Node) -> int:
+    """The size of all tensors that a node stands for; raises PlanError if it is symbolic."""
     tensors = _tensors(node)
     for tensor in tensors:
         if not all(isinstance(size, int) for size in tensor.shape):

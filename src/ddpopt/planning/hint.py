@@ -101,6 +101,7 @@ class _Watch(IterationClock):
             _logs.info("how long iterations wait for communication is not known: %r", error)
 
     def _find_hint(self, ddp: DistributedDataParallel) -> str:
+        """Keep the medians for `wait_of`; return the line to log, "" for none."""
         if not self._steps:
             return ""
         steps = [step for step, _ in self._steps.values()]
@@ -114,6 +115,7 @@ class _Watch(IterationClock):
         _waits.set(ddp, wait)
         if wait.exposed_s < MUCH_EXPOSED * wait.iteration_s:
             return ""
+        # The remedy is for modules with DDP's own buckets and allreduce, whose buckets can change.
         if plan_of(ddp) or _torch.has_comm_hook(ddp) or find_lasting_obstacle(ddp):
             return ""
         return (

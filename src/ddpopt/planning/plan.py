@@ -366,6 +366,7 @@ def _measure(
 def _time_steps(
     model: nn.Module, batch: Any, backend: str | Callable[..., Any] | None, loss_fn: LossFn | None
 ) -> tuple[float, float]:
+    """Run steps of a model; return the median times of forward and backward, the first aside."""
     compiled: Any = torch.compile(model, backend=backend) if backend is not None else model
     parameters = set(model.parameters())
     clocks = [Clock(device) for device in {parameter.device for parameter in parameters}]
@@ -376,6 +377,7 @@ def _time_steps(
             start_s = max(clock.finish() for clock in clocks)
             value = find_loss(call_model(compiled, batch), loss_fn)
             middle_s = max(clock.finish() for clock in clocks)
+            # `sparing_others` walks through the graph, so backward's time begins behind that.
             with _copies.sparing_others(value, parameters):
                 backward_start_s = max(clock.finish() for clock in clocks)
                 value.backward()  # type: ignore[no-untyped-call]  # as torch has it

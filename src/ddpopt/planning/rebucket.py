@@ -123,9 +123,10 @@ def find_pending(ddp: DistributedDataParallel) -> str:
 
 
 def watch(ddp: DistributedDataParallel) -> None:
-    """Note from this forward on whether gradients accumulate, for `find_pending`.
+    """Note from this forward on what a new Reducer depends on, see `find_pending` and `apply`.
 
-    And how often they arrive in a static graph, for the new Reducer.
+    That is whether gradients accumulate under `no_sync`, and, with a static graph, how often each
+    gradient arrives in a backward.
     """
     static_graph.watch(ddp)
     if not state.is_copy(ddp) and find_subscriber(ddp, _Accumulation) is None:
@@ -133,16 +134,19 @@ def watch(ddp: DistributedDataParallel) -> None:
 
 
 class _Accumulation(Subscriber):
-    """Knows whether gradients accumulate: a backward under no_sync may be the last that ran.
+    """Knows whether gradients accumulate under `no_sync`, where a new Reducer would not see them.
 
-    They do if the last forward with gradients was under no_sync. Where DDP looks for unused
-    parameters, it notes used ones under no_sync too, and gradients count as accumulating until DDP
-    has reduced these notes.
+    They do if the last forward with gradients was under `no_sync`. Where DDP looks for unused
+    parameters, it notes used ones under `no_sync` too, and gradients count as accumulating until
+    DDP has reduced these notes.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        # None is unknown: the last forward may have been under no_sync, or without gradients.
+        # Whether the last forward with gradients was under no_sync. None is unknown, as at first,
+        # where DDP only tells that the last one was under no_sync or without gradients.
         self._is_on: bool | None = None
+        # How often DDP had reduced its notes of used parameters at the first forward under no_sync:
+        # while that number stays, the notes are still there.
         self._num_used_map_resets: int | None = None
         with contextlib.suppress(TorchDriftError):  # then it stays unknown
             if _torch.last_forward_synced(ddp):
@@ -322,13 +326,13 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
 def take_back(
     ddp: DistributedDataParallel, buckets: state.Buckets, caps_bytes: Sequence[int]
 ) -> None:
-    """Give `ddp` back the buckets that it had before a plan, and their limits.
+    """Give `ddp` back the buckets that it had before a plan, and their limits. Collective.
 
-    The members of a bucket come in the order in which DDP had them, equal on all ranks: it is their
-    order in the tensor that is reduced. The next search takes that order for the one in which
-    gradients arrive, as it is where DDP follows arrival.
+    Within each bucket, `buckets` has the parameters in the order that DDP had them in, equal on
+    all ranks: it is their order in the tensor that is reduced. The next search takes that order
+    for the one in which gradients arrive, as it is where DDP follows arrival.
 
-    Collective, and raises as `apply` does.
+    Raises as `apply` does.
     """
     _replace_reducer(ddp, buckets, caps_bytes)
     state.get(ddp).give_buckets(buckets, are_planned=False)
@@ -337,7 +341,11 @@ def take_back(
 def _replace_reducer(
     ddp: DistributedDataParallel, buckets: state.Buckets, caps_bytes: Sequence[int]
 ) -> None:
+    """Replace the Reducer on all ranks or on none: one may lack the memory for a new one."""
+
     def settle(problem: Exception | None) -> None:
+        """Raise on all ranks if one of them has a problem."""
+
         def find_facts() -> list[Fact]:
             if problem is not None:
                 raise problem
@@ -354,7 +362,7 @@ def _replace_reducer(
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[ParameterIndex]]:
-    """The buckets of a plan that fits, as DDP has its own."""
+    """The buckets of a plan that fits, by parameters' indices, as DDP has its own."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
     plain_of = _plain_names(ddp, plan)
     return [[index_of[plain_of[name]] for name in bucket.parameters] for bucket in plan.buckets]
@@ -437,6 +445,8 @@ def _begin_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
 
 
 class _Permission(Subscriber):
+    """Lets backwards run again from the first forward with gradients on; see `_begin_forward`."""
+
     may_raise = True
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
@@ -444,6 +454,11 @@ class _Permission(Subscriber):
 
 
 def _begin_forward(ddp: DistributedDataParallel) -> None:
+    """Let backwards run again, which `_forbid_backward` made raise: a forward begins.
+
+    With a static graph whose arrivals are not known, the forward has to be one from whose backward
+    DDP learns them; and backwards are watched until DDP has.
+    """
     if not torch.is_grad_enabled():
         return  # an evaluation, after which a backward from before is still to be refused
     is_reduced = will_communicate(ddp) and _torch.trains_any(ddp)
@@ -461,9 +476,10 @@ def _begin_forward(ddp: DistributedDataParallel) -> None:
 
 
 def _watch_first_backward(ddp: DistributedDataParallel, _inputs: object, output: object) -> None:
-    """A hook of the module's, which looks at the backward before DDP takes it for its first.
+    """A hook of the module's that makes a backward raise in which no gradient arrives.
 
-    At its end DDP would allreduce, which one rank may do alone that calls `torch.autograd.grad`.
+    `torch.autograd.grad` runs such a backward. DDP would take it for the first of a static graph,
+    at whose end it allreduces: a rank that makes that call alone would hang.
     """
     if not _guards.get(ddp) or not _torch.awaits_static_graph(ddp):
         return
@@ -488,7 +504,10 @@ _NOT_LEARNED = (
 
 
 def _check_first_backward(ddp: DistributedDataParallel, _inputs: object) -> None:
-    """A hook of the module's, until it is known that DDP has learned the gradients it expects."""
+    """A hook of the module's: in the forward after DDP's first backward, look at what DDP learned.
+
+    If that is nothing, no step can go on. Otherwise nothing has to be watched any more.
+    """
     if not _guards.get(ddp) or _torch.awaits_static_graph(ddp):
         return
     if not _torch.used_in_static_graph(ddp):

@@ -225,6 +225,7 @@ def sweep(
 
 
 def render(cells: Sequence[Cell]) -> str:
+    """What `sweep` returned, as a table with a row for each cluster."""
     header = ("ranks", "bandwidth", "saved", "default", "replanned", "buckets", "best")
     rows = [
         (

@@ -125,7 +125,11 @@ class Stopwatch(StepTimer):
     def _describe_incomplete(
         self, ddp: DistributedDataParallel, steps: Sequence[Step], needed: AbstractSet[int]
     ) -> str:
-        """Say what kept steps whose backward has ended from being measured."""
+        """Say why too few could be measured of these steps, whose backwards have ended.
+
+        Either a step had several forwards; or gradients that are `needed` did not arrive in it, of
+        which those are named that the last such step lacks; or there were few steps.
+        """
         several = [step for step in steps if step.num_forwards > 1]
         if several:
             return f"{len(several)} of {len(steps)} had several forwards"

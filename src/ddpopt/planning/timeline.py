@@ -121,10 +121,12 @@ class _Backward(NamedTuple):
 
 
 def _run_backward(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) -> _Backward:
+    """Simulate a backward, with the allreduces of these buckets beside it."""
     # Between two buckets backward is cut, and an allreduce is launched. Both take time from
     # computation, so a gradient behind k buckets is ready later by k times that.
     per_bucket_s = profile.cut_s + cost.launch_s
     assert sum(bucket_sizes) == len(profile.gradients), "each gradient is in one bucket"
+    # When computation would make each gradient, and end, if no allreduce slowed it down.
     goals: list[float] = []
     num_buckets_before = 0
     for size in bucket_sizes:

@@ -66,14 +66,17 @@ _MOST_IDLE = 100
 
 
 class _Stage(NamedTuple):
-    """What ranks meet for, and how many backwards come before it; the first are not timed."""
+    """A part of the way to other buckets, with a meeting of all ranks at its end."""
 
+    # What ranks meet for, for messages.
     title: str
+    # How many of its first steps do not count in what is measured.
     num_untimed: int
+    # The backwards after which ranks meet.
     num_backwards: int
 
 
-# Buckets are rebuilt in a Reducer's second step, and caches fill.
+# Three are untimed: in its second step a Reducer rebuilds buckets, and caches fill.
 _SEARCH = _Stage("looking for better buckets", 3, 8)
 _COMPARISON = _Stage("comparing new buckets with those before", 3, 8)
 _GIVEN = _Stage("taking buckets from a file", 0, 2)

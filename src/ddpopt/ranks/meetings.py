@@ -306,6 +306,7 @@ class JointDecision:
         if store.set_first(_CLOSING, own) != own and (answer := self._wait()):
             return answer
         late = self._find_missing(_CAME)
+        # If nobody is missing, the last rank has come meanwhile.
         reason = f"{name_ranks(late)} did not come within {store.limit_s:.0f} s" if late else _GO
         return store.set_first(_ANSWER, reason)
 

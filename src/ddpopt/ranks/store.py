@@ -279,6 +279,7 @@ class GroupStore:
         return f"{self._key}/{name}"
 
     def _ask(self, call: Callable[[Any], T]) -> T:
+        """What a call returns; raises PeerError if it fails, or if one has failed before."""
         cause: Exception | None = None
         if not self.problem:
             try:

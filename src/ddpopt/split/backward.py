@@ -52,7 +52,7 @@ def add_token(gm: fx.GraphModule, watched: Sequence[Argument] = ()) -> None:
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     with gm.graph.inserting_after(placeholders[-1]):
         token = gm.graph.placeholder("ddpopt_token")
-    _torch.mark_as_new(token)
+    _torch.mark_as_new(token)  # AOTAutograd refuses a placeholder of which Dynamo has noted nothing
     watching = watch_arguments(token, [placeholders[argument] for argument in watched])
     (output,) = gm.graph.find_nodes(op="output")
     with gm.graph.inserting_before(output):

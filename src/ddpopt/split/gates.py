@@ -255,7 +255,11 @@ class GatedGraph:
         further: Sequence[CompiledSection],
         device: torch.device,
     ) -> None:
-        """Put gates around a compiled forward, one for each of the `further` backward sections."""
+        """Put gates around a compiled forward, one for each of the `further` backward sections.
+
+        The gate of the last section takes the token that the forward begins with, a leaf, in whose
+        `grad` autograd would keep a handle: so that gate passes none on.
+        """
         self._compiled = compiled
         # The gates are in reverse order of sections: each takes the token of the section after it.
         self._gates = [(section, section is further[-1]) for section in reversed(further)]

@@ -40,7 +40,7 @@ class SectionCompiler:
         try:
             return compile_it()
         except _torch.control_flow_exceptions():
-            raise  # Dynamo traces the frame again
+            raise  # no failure: they tell Dynamo to trace the frame again, or to leave it alone
         except Exception as error:
             # Whatever the inner compiler raises. If it does so on the whole graph as well, that
             # error is the user's; else only overlap is lost.

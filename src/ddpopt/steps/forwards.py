@@ -169,6 +169,7 @@ def _tell(
     ddp: DistributedDataParallel,
     forward: Forward,
 ) -> None:
+    """Call a subscriber; its error ends the forward if it `may_raise`, or else its subscription."""
     try:
         call(ddp, forward)
     except Exception as error:

@@ -72,6 +72,7 @@ class _Numbering(Subscriber):
     def _number(
         self, ddp_ref: Callable[[], DistributedDataParallel | None], _gradients: object
     ) -> None:
+        """Number the module, in front of the first gradient; a hook of each of `_nodes`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._nodes = [], []

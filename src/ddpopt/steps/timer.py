@@ -65,7 +65,10 @@ class StepTimer:
         self._ddp = weakref.ref(ddp)  # holding this must not keep its module alive
         self._clock = clock
         self._on_ready, self._on_launched, self._on_end = on_ready, on_launched, on_end
-        self._is_in_forward = self._is_over = False
+        self._is_in_forward = False
+        # Whether a gradient that arrives now is of no step: something else than the last step's
+        # backward has begun.
+        self._is_over = False
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
@@ -130,12 +133,14 @@ class StepTimer:
         self._parameters = ()
 
     def _arrive(self, index: ParameterIndex, _gradients: object) -> None:
+        """Note a gradient, of the present step or of none, before DDP's own hook takes it."""
         step = self.step
         if step is None:
             self.has_unreduced = True
             return
-        # A backward within the step's own may have ended; what comes twice after one is another's.
-        # DDP allows no backward within another if it looks for unused parameters.
+        # The backward that ended may have been one within the step's, as of a reentrant checkpoint.
+        # Then the step's other gradients follow, and one that comes a second time is of another
+        # backward. If DDP looks for unused parameters, it allows no backward within another.
         is_another = index in step.ready or self._looks_for_unused
         if step.backward_ended and is_another and not self._ends.is_pending:
             self._is_over = self.has_unreduced = True
