@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt._values import POSITIVE, check_number
-from ddpopt.algorithms.algorithm import Algorithm, Training, check_count
+from ddpopt.algorithms.algorithm import Algorithm, check_count
 from ddpopt.algorithms.background import THREAD_IS_OVER, leave_in_flight, start_thread
 from ddpopt.algorithms.comm import Communicator, own_stream
 from ddpopt.algorithms.handle import Bucket, GradientFuture, Handle
+from ddpopt.algorithms.training import Training
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.ranks.agree import Fact, communicating
 

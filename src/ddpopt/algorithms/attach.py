@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._text import quote
-from ddpopt.algorithms.algorithm import Algorithm, HandleT, Training
+from ddpopt.algorithms.algorithm import Algorithm
+from ddpopt.algorithms.handle import Handle
 from ddpopt.algorithms.optimizer_state import send_states
+from ddpopt.algorithms.training import Training
 from ddpopt.algorithms.value_text import text_of
 from ddpopt.errors import AttachError, OptionError
 from ddpopt.ranks.agree import Fact, communicating, require_equal
 from ddpopt.ranks.store import name_ranks
 from ddpopt.split.state import KEEPING_ALLREDUCE, ddp_of, find_mode
+
+HandleT = TypeVar("HandleT", bound=Handle)
 
 
 def attach(

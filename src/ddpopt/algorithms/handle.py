@@ -37,8 +37,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from ddpopt import _logs, _torch
 from ddpopt._text import quote
 from ddpopt._values import WHOLE, check_number
-from ddpopt.algorithms.algorithm import Algorithm, Training
+from ddpopt.algorithms.algorithm import Algorithm
 from ddpopt.algorithms.comm import FlatWeights, Groups, Worker, ring_bytes
+from ddpopt.algorithms.training import Training
 from ddpopt.algorithms.updates import UpdateWatch, watch_all_optimizers, watch_no_longer
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.inspection import metrics

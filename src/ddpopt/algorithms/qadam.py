@@ -14,9 +14,10 @@ import torch
 from torch.optim.adam import adam
 
 from ddpopt import _torch
-from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, Training, check_count
+from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, check_count
 from ddpopt.algorithms.bytegrad import average_in_8_bits
 from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
+from ddpopt.algorithms.training import Training
 from ddpopt.errors import OptionError
 
 
