@@ -47,8 +47,11 @@ class _OddError(Exception):
         self.lock = threading.Lock()
 
 
+closed: list[bool] = []  # of `_FailingAtFirst`, on this rank
+
+
 class _FailingAtFirst(BackgroundHandle):
-    """Fails before its base class has made anything, or after that, and again in `close`."""
+    """Fails before its base class has made anything, or after that."""
 
     def __init__(self, training: Any, algorithm: Any) -> None:
         if algorithm.when == "before" and dist.get_rank() == 1:
@@ -59,8 +62,9 @@ class _FailingAtFirst(BackgroundHandle):
         self.is_made = True
 
     def close(self) -> None:
-        assert self.is_made
+        closed.append(self.is_made)
         super().close()
+        raise ArithmeticError("in close")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ _DDP = "torch.nn.parallel.DistributedDataParallel"
 FAILURES: list[tuple[str, Any]] = [
     (f"{_HANDLE}.FlatWeights", FLAT),
     (f"{_HANDLE}.Worker", ByteGrad(local_world_size=2)),
+    ("ddpopt.algorithms.comm.start_thread", FLAT),
     (f"{_HANDLE}.metrics.set_source", FLAT),
     (f"{_UPDATES}.register_optimizer_step_pre_hook", FLAT),
     (f"{_UPDATES}.register_optimizer_step_post_hook", FLAT),
@@ -138,6 +143,7 @@ def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
     ddp, twin = twins(MLP(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     before = _traces(ddp, optimizer)
+    closed.clear()
     with contextlib.ExitStack() as stack:
         if where and rank == 1:
             stack.enter_context(mock.patch(where, side_effect=ArithmeticError("no luck")))
@@ -146,6 +152,8 @@ def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
     why = "ArithmeticError: no luck" if where else "_OddError: odd "
     assert error.startswith(f"AttachError: on rank 1: {why}")
     assert _traces(ddp, optimizer) == before
+    # Only a handle that was made is closed, and what that raises hides nothing.
+    assert closed == [True] * (not where and algorithm.when != "in check" and rank == 0)
     (x,) = inputs_of(rank, 1)
     for model in (ddp, twin):
         model(x).square().sum().backward()

@@ -378,6 +378,7 @@ class _Owner:
 
 
 def _ends(worker: Worker) -> bool:
+    assert worker._thread is not None
     for _ in range(10_000):
         if not worker._thread.is_alive():
             return True

@@ -201,7 +201,7 @@ class QAdamHandle(BackgroundHandle):
     def reduce(self, bucket: Bucket) -> GradientFuture:
         # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
         # `no_grad`, had no backward. What follows, if not in a pause, is a backward that reduces.
-        if self._num_pauses or not _torch.syncs_gradients(self.training.ddp):
+        if self.is_paused or not _torch.syncs_gradients(self.training.ddp):
             return self.groups.ddp.mean_bucket(bucket)
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):

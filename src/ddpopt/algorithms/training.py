@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.algorithms.comm import Groups
 from ddpopt.reducer import Parameter
 
 
@@ -16,12 +17,14 @@ class Training:
     """What an algorithm is attached to.
 
     `parameters` are, in the module's order, those that DDP reduces, even if they are frozen now,
-    and those that are trainable now, except what DDP ignores.
+    and those that are trainable now, except what DDP ignores. `groups` are the algorithm's own
+    process groups; None in `Algorithm.check`, which may refuse before there are any.
     """
 
     ddp: DistributedDataParallel
     optimizers: tuple[torch.optim.Optimizer, ...]
     parameters: dict[torch.Tensor, Parameter]
+    groups: Groups | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
