@@ -299,6 +299,21 @@ def _with_algorithm() -> nn.Module:
     return ddp
 
 
+def _delaying() -> nn.Module:
+    model = MLP(2)
+    first, *_, last = model.named_parameters()
+    return DistributedDataParallel(
+        model, delay_all_reduce_named_params=[first], param_to_hook_all_reduce=last[1]
+    )
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """It wraps another optimizer, and calls no constructor of torch's."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = wrapped.param_groups, wrapped.state
+
+
 REFUSALS = {
     "LBFGS": Refusal(
         OptionError,
@@ -311,6 +326,11 @@ REFUSALS = {
         "rank 1: .* str",
         optimizer=lambda rank, ps: ["SGD"] if rank == 1 else [_sgd(ps)],
     ),
+    "an empty list": Refusal(OptionError, "no optimizer is given", optimizer=lambda rank, ps: []),
+    "a wrapper": Refusal(
+        OptionError, "_Wrapper calls none", optimizer=lambda rank, ps: _Wrapper(_sgd(ps))
+    ),
+    "a mode": Refusal(OptionError, "delay_all_reduce_named_params", module=_delaying),
     "a setting": Refusal(
         AttachError,
         "optimizer 0, group 0, lr is 0.2 instead of 0.1",
@@ -364,13 +384,6 @@ def test_ranks_with_unequal_local_world_sizes_are_refused(rank: int) -> None:
         pytest.raises(AttachError, match="ranks on each node is 2 instead of 1"),
     ):
         Trial(ByteGrad())
-
-
-def test_a_handle_that_was_detached_refuses_its_work(one_rank: None) -> None:
-    handle = Trial().handle
-    handle.detach()
-    with pytest.raises(AttachError, match="Decentralized was detached"):
-        handle.average()
 
 
 def test_without_a_process_group_attach_refuses(one_rank: None) -> None:
