@@ -6,6 +6,7 @@ That torch's private names stay in one room is tested in tests/_torch/test_names
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_modules_import_only_the_layers_below_them() -> None:
         imported = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}
         imported &= set(LAYERS)  # the others are names that the package shows
         assert imported <= below, f"{path} imports {sorted(imported - below)}"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Arrows go one way within a room, too; those for type checkers alone count as well."""
+    modules: dict[str, Path] = {}
+    for _, path in _files():
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    arrows: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        # What is no module is a name in one.
+        imported = {n if n in modules else n.rpartition(".")[0] for n in _imports(path)}
+        arrows[name] = imported & modules.keys()
+    graphlib.TopologicalSorter(arrows).prepare()  # CycleError has a circle
 
 
 def test_packages_of_callbacks_are_imported_by_those_who_use_them() -> None:

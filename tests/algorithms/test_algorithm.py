@@ -42,9 +42,20 @@ def test_a_nodes_size_is_the_option_or_else_torchruns(
     assert ByteGrad(hierarchical=False, local_world_size=option).ranks_per_node(8) == 1
 
 
-def test_a_local_world_size_of_torchruns_that_is_no_number_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("variable", "names"),
+    [
+        (None, "LOCAL_WORLD_SIZE is not set"),
+        ("two", "LOCAL_WORLD_SIZE is 'two'; it must be a whole number"),
+        ("0", "LOCAL_WORLD_SIZE is '0'"),
+        ("3", "8 ranks cannot be divided into nodes of 3"),
+    ],
+)
+def test_a_local_world_size_of_torchruns_that_fits_no_node_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, names: str
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(OptionError, match="LOCAL_WORLD_SIZE is 'two'; it must be a whole number"):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
+    with pytest.raises(OptionError, match=names):
         ByteGrad().ranks_per_node(8)

@@ -47,8 +47,11 @@ class _OddError(Exception):
         self.lock = threading.Lock()
 
 
+closed: list[bool] = []  # of `_FailingAtFirst`, on this rank
+
+
 class _FailingAtFirst(BackgroundHandle):
-    """Fails before its base class has made anything, or after that, and again in `close`."""
+    """Fails before its base class has made anything, or after that."""
 
     def __init__(self, training: Any, algorithm: Any) -> None:
         if algorithm.when == "before" and dist.get_rank() == 1:
@@ -59,8 +62,9 @@ class _FailingAtFirst(BackgroundHandle):
         self.is_made = True
 
     def close(self) -> None:
-        assert self.is_made
+        closed.append(self.is_made)
         super().close()
+        raise ArithmeticError("in close")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ _DDP = "torch.nn.parallel.DistributedDataParallel"
 FAILURES: list[tuple[str, Any]] = [
     (f"{_HANDLE}.FlatWeights", FLAT),
     (f"{_HANDLE}.Worker", ByteGrad(local_world_size=2)),
+    ("ddpopt.algorithms.comm.start_thread", FLAT),
     (f"{_HANDLE}.metrics.set_source", FLAT),
     (f"{_UPDATES}.register_optimizer_step_pre_hook", FLAT),
     (f"{_UPDATES}.register_optimizer_step_post_hook", FLAT),
@@ -138,6 +143,7 @@ def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
     ddp, twin = twins(MLP(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     before = _traces(ddp, optimizer)
+    closed.clear()
     with contextlib.ExitStack() as stack:
         if where and rank == 1:
             stack.enter_context(mock.patch(where, side_effect=ArithmeticError("no luck")))
@@ -146,6 +152,8 @@ def test_an_attach_that_fails_on_one_rank_leaves_nothing_on_any(
     why = "ArithmeticError: no luck" if where else "_OddError: odd "
     assert error.startswith(f"AttachError: on rank 1: {why}")
     assert _traces(ddp, optimizer) == before
+    # Only a handle that was made is closed, and what that raises hides nothing.
+    assert closed == [True] * (not where and algorithm.when != "in check" and rank == 0)
     (x,) = inputs_of(rank, 1)
     for model in (ddp, twin):
         model(x).square().sum().backward()
@@ -291,6 +299,21 @@ def _with_algorithm() -> nn.Module:
     return ddp
 
 
+def _delaying() -> nn.Module:
+    model = MLP(2)
+    first, *_, last = model.named_parameters()
+    return DistributedDataParallel(
+        model, delay_all_reduce_named_params=[first], param_to_hook_all_reduce=last[1]
+    )
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """It wraps another optimizer, and calls no constructor of torch's."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = wrapped.param_groups, wrapped.state
+
+
 REFUSALS = {
     "LBFGS": Refusal(
         OptionError,
@@ -303,6 +326,11 @@ REFUSALS = {
         "rank 1: .* str",
         optimizer=lambda rank, ps: ["SGD"] if rank == 1 else [_sgd(ps)],
     ),
+    "an empty list": Refusal(OptionError, "no optimizer is given", optimizer=lambda rank, ps: []),
+    "a wrapper": Refusal(
+        OptionError, "_Wrapper calls none", optimizer=lambda rank, ps: _Wrapper(_sgd(ps))
+    ),
+    "a mode": Refusal(OptionError, "delay_all_reduce_named_params", module=_delaying),
     "a setting": Refusal(
         AttachError,
         "optimizer 0, group 0, lr is 0.2 instead of 0.1",
@@ -356,13 +384,6 @@ def test_ranks_with_unequal_local_world_sizes_are_refused(rank: int) -> None:
         pytest.raises(AttachError, match="ranks on each node is 2 instead of 1"),
     ):
         Trial(ByteGrad())
-
-
-def test_a_handle_that_was_detached_refuses_its_work(one_rank: None) -> None:
-    handle = Trial().handle
-    handle.detach()
-    with pytest.raises(AttachError, match="Decentralized was detached"):
-        handle.average()
 
 
 def test_without_a_process_group_attach_refuses(one_rank: None) -> None:

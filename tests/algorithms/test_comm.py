@@ -26,6 +26,7 @@ from ddpopt.algorithms import (
     attach,
 )
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Groups, Worker, _make_group
+from ddpopt.errors import AttachError
 from tests.support.algorithms import ALGORITHMS, FLAT, Trial, X, inputs_of
 from tests.support.beside import compiled
 from tests.support.documents import ROOT
@@ -378,6 +379,7 @@ class _Owner:
 
 
 def _ends(worker: Worker) -> bool:
+    assert worker._thread is not None
     for _ in range(10_000):
         if not worker._thread.is_alive():
             return True
@@ -387,7 +389,8 @@ def _ends(worker: Worker) -> bool:
 
 def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
     owner = _Owner()
-    worker = Worker(owner, CPU)
+    worker, never_started = Worker(owner, CPU), Worker(owner, CPU)
+    never_started.close()
     seen: list[tuple[int, int, bool]] = []
 
     def note(k: int) -> int:
@@ -401,6 +404,9 @@ def test_tasks_run_in_order_on_one_other_thread_without_gradients() -> None:
     assert not any(grad for _, _, grad in seen)
     worker.close()
     assert _ends(worker)
+    for closed in (worker, never_started):
+        with pytest.raises(AttachError, match="is over"):  # nobody would run it
+            closed.submit(lambda: 1)
 
 
 def test_an_exception_is_raised_to_the_one_who_waits_and_work_goes_on() -> None:

@@ -274,3 +274,8 @@ def test_nan_on_one_rank_raises_on_all(rank: int, options: dict[str, Any], culpr
     for old, new in zip(before, _gather_replicas(trial.handle), strict=True):
         assert (old is new is None) or all(map(torch.equal, old, new))
     trial.handle.detach(average=False)
+
+
+def test_pairs_of_an_odd_number_of_ranks_are_refused(one_rank: None) -> None:
+    with pytest.raises(OptionError, match="even number, and there are 1 ranks"):
+        Trial(Decentralized(peer_selection="shift_one", hierarchical=False))

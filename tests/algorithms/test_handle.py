@@ -332,6 +332,13 @@ def test_the_algorithm_of_the_page_equals_plain_python(rank: int) -> None:
 # ---- after detach -------------------------------------------------------------------------------
 
 
+def test_a_handle_that_was_detached_refuses_its_work(one_rank: None) -> None:
+    handle = Trial().handle
+    handle.detach()
+    with pytest.raises(AttachError, match="Decentralized was detached"):
+        handle.average()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("is_detached", [False, True])
 def test_after_detach_nothing_says_that_there_is_a_comm_hook(is_detached: bool) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import QAdam, QAdamOptimizer, attach
-from ddpopt.errors import NonFiniteError, OptionError
+from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from tests.algorithms import step_machine
 from tests.algorithms.simulators import BesideSimulator, ReferenceQAdam, flat_gradients
 from tests.support.algorithms import ALGORITHMS, Trial, X, flat_weights, inputs_of
@@ -232,4 +232,33 @@ def test_training_goes_on_after_a_step_that_failed(rank: int) -> None:
     first, *others = gather(trial.weights)
     assert first.isfinite().all()
     assert all(torch.equal(first, other) for other in others)
+    trial.handle.detach(average=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("left_out", [2, 5], ids=["in the warm-up", "after it"])
+def test_an_update_that_one_rank_leaves_out_alone_is_an_error_on_all(
+    rank: int, left_out: int
+) -> None:
+    """As with a guard against NaN. The warm-up, of 3 steps, would end in different ones."""
+    trial = Trial(
+        FLAT,
+        make_optimizers=lambda m: QAdamOptimizer(m.parameters(), lr=LR, warmup_steps=3),
+        timeout_s=20,
+    )
+    inputs = inputs_of(rank, 8)
+    for x in inputs[: left_out - 1]:
+        trial.step(x)
+    trial.backward(inputs[-1])
+    if rank == 0:
+        trial.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(AttachError, match=r"before step \d .* on rank 1 .*attach again"):
+            trial.backward(inputs[-1])
+    # As the error advises.
+    trial.handle.detach(average=False)
+    trial.handle = attach(trial.ddp, trial.optimizer, FLAT)
+    trial.train(inputs[:4])
+    first, other = gather(trial.weights)
+    assert torch.equal(first, other)
     trial.handle.detach(average=False)

@@ -5,7 +5,7 @@ docs/your-algorithm.md shows how to write another one.
 
 from __future__ import annotations
 
-from ddpopt.algorithms.algorithm import Algorithm, HierarchicalAlgorithm, Training
+from ddpopt.algorithms.algorithm import Algorithm, HierarchicalAlgorithm
 from ddpopt.algorithms.async_ import AsyncModelAverage, AsyncModelAverageHandle
 from ddpopt.algorithms.attach import attach
 from ddpopt.algorithms.bytegrad import ByteGrad
@@ -18,6 +18,7 @@ from ddpopt.algorithms.decentralized import (
 )
 from ddpopt.algorithms.handle import BackgroundHandle, Handle
 from ddpopt.algorithms.qadam import QAdam, QAdamOptimizer
+from ddpopt.algorithms.training import Training
 from ddpopt.ranks.agree import communicating
 
 __all__ = [

@@ -1,49 +1,20 @@
-"""What an algorithm is before it works: values that users choose, and what it is attached to."""
+"""`Algorithm`, what ranks communicate and when: the values that users choose for it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from typing import ClassVar, Generic, TypeVar
 
 from ddpopt._text import quote
 from ddpopt._values import Limits, check_boolean, check_number
+from ddpopt.algorithms.training import Training
 from ddpopt.errors import OptionError
-from ddpopt.reducer import Parameter
 
-if TYPE_CHECKING:
-    from ddpopt.algorithms.handle import Handle
-
-HandleT = TypeVar("HandleT", bound="Handle")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What an algorithm is attached to.
-
-    `parameters` are, in the module's order, those that DDP reduces, even if they are frozen now,
-    and those that are trainable now, except what DDP ignores.
-    """
-
-    ddp: DistributedDataParallel
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    parameters: dict[torch.Tensor, Parameter]
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """DDP's process group, on which DDP itself may be communicating."""
-        group: dist.ProcessGroup = self.ddp.process_group
-        return group
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the first parameter, on which communication is ordered."""
-        return next(iter(self.parameters)).device
+# The class of the handles that `attach` makes of an algorithm. Its bound, `Handle`, is in
+# `attach.py`: a handle knows its algorithm, so this module may not know handles.
+HandleT = TypeVar("HandleT")
 
 
 class Algorithm(Generic[HandleT]):

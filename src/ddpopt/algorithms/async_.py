@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from ddpopt import _torch
 from ddpopt._values import POSITIVE, check_number
-from ddpopt.algorithms.algorithm import Algorithm, Training, check_count
+from ddpopt.algorithms.algorithm import Algorithm, check_count
 from ddpopt.algorithms.background import THREAD_IS_OVER, leave_in_flight, start_thread
 from ddpopt.algorithms.comm import Communicator, own_stream
 from ddpopt.algorithms.handle import Bucket, GradientFuture, Handle
+from ddpopt.algorithms.training import Training
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.ranks.agree import Fact, communicating
 
@@ -254,7 +255,7 @@ class AsyncModelAverageHandle(Handle):
             PeerError: a round failed, or a rank did not call this within the group's timeout.
         """
         self.settle()
-        if not self._num_pauses:
+        if not self.is_paused:
             self.begin_pause()
         self._is_aborted = True
 
@@ -275,13 +276,13 @@ class AsyncModelAverageHandle(Handle):
             super().load_state_dict(state)
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
-        if self.num_steps <= self.algorithm.warmup_steps and not self._num_pauses:
+        if self.num_steps <= self.algorithm.warmup_steps and not self.is_paused:
             return self.allreduce(bucket)
         return super().reduce(bucket)
 
     def on_forward(self) -> None:
         super().on_forward()
-        if torch.is_grad_enabled() and not self._num_pauses:
+        if torch.is_grad_enabled() and not self.is_paused:
             self._take_lock()
 
     def begin_step(self) -> None:

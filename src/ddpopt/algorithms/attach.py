@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
 from ddpopt._text import quote
-from ddpopt.algorithms.algorithm import Algorithm, HandleT, Training
+from ddpopt.algorithms.algorithm import Algorithm
+from ddpopt.algorithms.comm import Groups
+from ddpopt.algorithms.handle import Handle
 from ddpopt.algorithms.optimizer_state import send_states
+from ddpopt.algorithms.training import Training
 from ddpopt.algorithms.value_text import text_of
-from ddpopt.errors import AttachError, OptionError
+from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.ranks.agree import Fact, communicating, require_equal
 from ddpopt.ranks.store import name_ranks
 from ddpopt.split.state import KEEPING_ALLREDUCE, ddp_of, find_mode
+
+HandleT = TypeVar("HandleT", bound=Handle)
 
 
 def attach(
@@ -63,10 +69,41 @@ def attach(
     send_states(training)
     with communicating("making weights equal on all ranks"):
         _send_weights(training)
-    # `set_up` runs __init__, once it has made what that needs of all ranks.
-    handle = algorithm.handle_type.__new__(algorithm.handle_type)
-    handle.set_up(training, algorithm, remedy)
-    return handle
+    return _make_handle(training, algorithm, remedy)
+
+
+def _make_handle(training: Training, algorithm: Algorithm[HandleT], remedy: str) -> HandleT:
+    """A handle that has taken over on all ranks, or an error on all. Collective.
+
+    `remedy` is for settings that differ between ranks.
+    """
+    with communicating("making the algorithm's process groups"):
+        ranks_per_node = algorithm.ranks_per_node(training.group.size())
+        groups = Groups(training.group, training.device, ranks_per_node)
+        if algorithm.agrees_on_cpu:
+            groups.make_agreement()
+    training = dataclasses.replace(training, groups=groups)
+    handles: list[HandleT] = []  # one, once this rank has made it
+
+    def make_and_take_over() -> list[Fact]:
+        # Neither of the two makes a collective call, so that each may fail on one rank without
+        # others waiting for it.
+        handle = algorithm.handle_type(training, algorithm)
+        handles.append(handle)
+        handle.take_over()
+        return []
+
+    try:
+        require_equal(training.ddp, make_and_take_over, AttachError, remedy)
+    except BaseException as error:
+        for handle in handles:
+            handle.abandon()
+        # Unless all ranks know of the failure, others may be waiting on a group, which so has to
+        # stay, as in `detach`. After a PeerError, or KeyboardInterrupt, they do not know.
+        if isinstance(error, Exception) and not isinstance(error, PeerError):
+            groups.end()
+        raise
+    return handles[0]
 
 
 # ---- Whether it can be attached here -------------------------------------------------------------

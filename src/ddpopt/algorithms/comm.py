@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -284,14 +285,24 @@ class Worker:
     """Runs tasks in the order of submission, which has to be the same on all ranks.
 
     On an accelerator they run on a stream of their own, after what had been queued when they were
-    submitted; who waits for a result has its own stream wait too. The thread ends after the queued
-    tasks once `close` is called, `owner` is collected (tasks may refer to it), or the process ends,
-    which waits for the tasks, see [Note: the end of a process]. After that `submit` raises
-    AttachError.
+    submitted; who waits for a result has its own stream wait too. The thread begins with `start` or
+    the first task. It ends after the queued tasks once `close` is called, `owner` is collected
+    (tasks may refer to it), or the process ends, which waits for the tasks, see [Note: the end of a
+    process]. After that `submit` raises AttachError.
     """
 
     def __init__(self, owner: object, device: torch.device) -> None:
-        tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._device = device
+        self._tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.close = weakref.finalize(owner, self._tasks.put, None)
+
+    def start(self) -> None:
+        """Start the thread, unless it was started or `close` called."""
+        if self._thread is not None or not self.close.alive:
+            return
+        # The thread outlives the worker by the tasks that were queued, and holds these only.
+        tasks, device = self._tasks, self._device
 
         def run() -> None:
             with own_stream(device) as stream, torch.no_grad():
@@ -299,15 +310,12 @@ class Worker:
                     task(stream)
                     del task  # it may refer to the owner
 
-        # The thread outlives the worker by the tasks that were queued, and holds these only.
-        self._device, self._tasks = device, tasks
-        end = functools.partial(tasks.put, None)
-        self._thread = start_thread("ddpopt-worker", run, end)
-        self.close = weakref.finalize(owner, end)
+        self._thread = start_thread("ddpopt-worker", run, functools.partial(tasks.put, None))
 
     def submit(self, task: Callable[[], Any]) -> torch.futures.Future[Any]:
         """The future result of a task; its exception is raised by `wait`."""
-        if not self._thread.is_alive():
+        self.start()
+        if self._thread is None or not self._thread.is_alive():
             # Nobody would run it, and who waits for it would wait forever.
             raise AttachError(THREAD_IS_OVER)
         queued: torch.Event | None = None

@@ -13,11 +13,12 @@ import torch
 
 from ddpopt import _torch
 from ddpopt._values import check_choice
-from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, Training
+from ddpopt.algorithms.algorithm import HierarchicalAlgorithm
 from ddpopt.algorithms.background import leave_in_flight
 from ddpopt.algorithms.bytegrad import are_finite, compress, decompress
 from ddpopt.algorithms.comm import Communicator, FlatWeights, Work
 from ddpopt.algorithms.handle import BackgroundHandle, Handle
+from ddpopt.algorithms.training import Training
 from ddpopt.errors import AttachError, NonFiniteError, OptionError
 from ddpopt.ranks.agree import Fact, communicating
 from ddpopt.ranks.store import name_ranks

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,10 +38,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from ddpopt import _logs, _torch
 from ddpopt._text import quote
 from ddpopt._values import WHOLE, check_number
-from ddpopt.algorithms.algorithm import Algorithm, Training
-from ddpopt.algorithms.comm import FlatWeights, Groups, Worker, ring_bytes
+from ddpopt.algorithms.algorithm import Algorithm
+from ddpopt.algorithms.comm import FlatWeights, Worker, ring_bytes
+from ddpopt.algorithms.training import Training
 from ddpopt.algorithms.updates import UpdateWatch, watch_all_optimizers, watch_no_longer
-from ddpopt.errors import AttachError, OptionError, PeerError
+from ddpopt.errors import AttachError, OptionError
 from ddpopt.inspection import metrics
 from ddpopt.ranks.agree import Fact, communicating, require_equal
 
@@ -53,6 +55,28 @@ _COUNTERS = ("num_steps", "num_communications")
 _METRICS = ("steps", "skipped_steps", "skipped_updates", "stale_steps")
 
 
+class Life(enum.Enum):
+    """Where a handle is in its life: what is called of it, by users or `attach`, changes that.
+
+    ATTACHED and PAUSED in turn, and from either of them to DETACHED, for good.
+    """
+
+    ATTACHED = "forwards, backwards and updates of the model make steps"
+    PAUSED = "in a block of `paused`: no step is open, and none begins"
+    DETACHED = "the model and its optimizers do not call it any more"
+
+
+class Step(enum.Enum):
+    """Where a handle is in a step, see [Note: steps]: the model and its optimizers change that.
+
+    From NONE to FORWARD, to BACKWARD, to NONE; a step that is ended early leaves BACKWARD out.
+    """
+
+    NONE = "no step is open"
+    FORWARD = "a step has begun, and none of its buckets was reduced: more forwards belong to it"
+    BACKWARD = "a bucket of it was reduced: it ends with the update, or before the next forward"
+
+
 class Handle:
     """An algorithm at work on a model, from `attach` to `detach`.
 
@@ -61,14 +85,13 @@ class Handle:
     how often ranks exchanged weights, or reduced a bucket of gradients in the algorithm's own way.
     """
 
-    # Made by `set_up` before __init__ runs. __init__ makes no collective call, so that it may fail
-    # on one rank without others waiting for it.
-    groups: Groups
     # Whether it averages weights, so that a parameter which DDP does not reduce may be trained.
     averages_weights = True
 
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
-        self.algorithm, self.training = algorithm, training
+        """Make no collective call, and start nothing: what fails here is not closed."""
+        assert training.groups is not None, "attach makes them first"
+        self.algorithm, self.training, self.groups = algorithm, training, training.groups
         self.weights = FlatWeights(training.parameters)
         self.num_steps = self.num_communications = 0
         # Counts of steps that have ended.
@@ -79,20 +102,19 @@ class Handle:
         self._updates = UpdateWatch(training)
         self._frozen = self._find_unknown_parameters()
 
-        # ---- Where the handle is in its life ----
-        self._is_attached = True
-        self._num_pauses = 0  # how many blocks of `paused` it is in
-
-        # ---- Where it is in a step ----
-        self._is_open = False  # a step has begun and has not ended
-        self._has_run_backward = False  # a bucket of that step was reduced
-        self._is_reducing = False  # a backward has reduced its first bucket and has not ended
-        self._updated: set[torch.optim.Optimizer] = set()  # those that made their update
+        # ---- Where the handle is ----
+        self._life = Life.ATTACHED
+        self._num_pauses = 0  # how many blocks of `paused` have begun and not ended
+        self._step = Step.NONE
+        self._updated: set[torch.optim.Optimizer] = set()  # those that made the step's update
+        # A backward has reduced its first bucket and has not ended. It need not be of a step: one
+        # may run in a pause, or go on after an optimizer's hook has made the update in it.
+        self._is_reducing = False
         # The error of a bucket. It is raised at the end of backward, because DDP would show it
         # without its type.
         self._failure: Exception | None = None
 
-        # ---- What the model and its optimizers hold of this, see `_take_over` ----
+        # ---- What the model and its optimizers hold of this, see `take_over` ----
         self._reduction: _torch.BucketReduction | None = None
         self._removable_hooks: list[Any] = []
 
@@ -111,35 +133,9 @@ class Handle:
             if parameter not in known and name not in ddp.parameters_to_ignore
         }
 
-    # ---- Beginning and end -------------------------------------------------------------------
+    # ---- Its life: it takes over, may be paused, and is detached ------------------------------
 
-    def set_up(self, training: Training, algorithm: Algorithm[Any], remedy: str) -> None:
-        """Make the groups, run __init__ and take over, on all ranks or on none. Collective.
-
-        It is how `attach` makes a handle, of which only `__new__` has been called. `remedy` is for
-        settings that differ between ranks.
-        """
-        with communicating("making the algorithm's process groups"):
-            ranks_per_node = algorithm.ranks_per_node(training.group.size())
-            self.groups = Groups(training.group, training.device, ranks_per_node)
-            if algorithm.agrees_on_cpu:
-                self.groups.make_agreement()
-
-        def initialize() -> list[Fact]:
-            self.__init__(training, algorithm)  # type: ignore[misc]  # as calling the class does
-            self._take_over()
-            return []
-
-        try:
-            require_equal(training.ddp, initialize, AttachError, remedy)
-        except BaseException as error:
-            # Unless all ranks know of the failure, others may be waiting on a group, which so has
-            # to stay, as in `detach`. After a PeerError, or KeyboardInterrupt, they do not know.
-            is_known_to_all = isinstance(error, Exception) and not isinstance(error, PeerError)
-            self._abandon(keep_groups=not is_known_to_all)
-            raise
-
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         """Have the model and its optimizers call this handle from here on.
 
         The comm hook comes last, since it cannot be taken back.
@@ -160,8 +156,68 @@ class Handle:
         # Called for what reduces a bucket; where it gives None, DDP's own allreduce does.
         self._reduction.find = weakref.WeakMethod(self.on_bucket)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count no forwards and change no weights by communication in this block. Collective.
+
+        Meant for evaluation between two steps. Blocks can be nested.
+        """
+        self.settle()
+        if self._life is Life.ATTACHED:
+            self._updates.begin_pause()
+            self.begin_pause()
+            self._life = Life.PAUSED
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if self._life is Life.PAUSED and not self._num_pauses:
+                self._life = Life.ATTACHED
+                self.end_pause()
+                self._updates.end_pause()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is in a block of `paused`, in which nothing belongs to a step."""
+        return self._life is Life.PAUSED
+
+    def detach(self, *, average: bool = True) -> None:
+        """End the algorithm and its process groups, and give DDP back its allreduce. Collective.
+
+        The current step ends here, and weights, which may differ, are averaged. Once a rank has
+        failed, give `average=False`: then the step is left open and nothing is communicated, so it
+        is not collective, and process groups that others may be waiting on stay until DDP's ends.
+
+        Raises:
+            PeerError: a rank did not take part; the model is detached nevertheless.
+        """
+        if self._life is Life.DETACHED:
+            return
+        try:
+            if average:
+                self.average()
+        finally:
+            self._let_go()
+            self.close()
+        if average:
+            with communicating("waiting for all ranks to detach"):
+                self.groups.ddp.barrier()  # else a rank might still be receiving the mean
+            self.groups.end()
+
+    def abandon(self) -> None:
+        """Leave nothing of this handle: here or on another rank `attach` has failed.
+
+        It raises nothing, so that the reason is shown.
+        """
+        with contextlib.suppress(Exception):
+            self._let_go()  # lacks attributes if a user's __init__ did not call this class's
+        with contextlib.suppress(Exception):
+            self.close()  # may be a user's
+
     def _let_go(self) -> None:
-        """Undo `_take_over`, as far as that came: DDP has its own allreduce again."""
+        """Undo `take_over`, as far as that came: DDP has its own allreduce again."""
+        self._life = Life.DETACHED
         for hook in self._removable_hooks:
             hook.remove()
         watch_no_longer(self._updates)
@@ -169,16 +225,11 @@ class Handle:
         if self._reduction is not None:
             self._reduction.find = lambda: None
 
-    def _abandon(self, *, keep_groups: bool) -> None:
-        """Leave nothing of a handle that could not be made, here or on another rank."""
-        # __init__ may have raised anywhere, so that an attribute is missing here, or in the `close`
-        # of a class that users wrote. What does not end now ends when the handle is collected.
-        with contextlib.suppress(Exception):
-            self._let_go()
-        with contextlib.suppress(Exception):
-            self.close()
-        if not keep_groups:
-            self.groups.end()
+    def check_attached(self) -> None:
+        """Raise AttachError if the handle was detached."""
+        if self._life is Life.DETACHED:
+            name = self.algorithm.name
+            raise AttachError(f"this {name} was detached from its model; attach it again")
 
     # ---- What an algorithm does: subclasses override these -----------------------------------
 
@@ -231,22 +282,6 @@ class Handle:
         self._seen_communications = -1  # so that this step counts as one that communicates
         return self.groups.ddp.mean_bucket(bucket)
 
-    def check_attached(self) -> None:
-        """Raise AttachError if the handle was detached."""
-        if not self._is_attached:
-            name = self.algorithm.name
-            raise AttachError(f"this {name} was detached from its model; attach it again")
-
-    def settle(self) -> None:
-        """End the open step, if there is one: at least one optimizer has left out its update."""
-        self.check_attached()
-        if self._is_open:
-            self._metrics["skipped_updates"] += 1
-            self._updates.note_written()
-            self.before_update()
-            self._finish_step()
-            self._updates.take_baseline()
-
     # ---- What users do -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -267,25 +302,6 @@ class Handle:
         }
         return {f"ddpopt.algorithm.{name}": value for name, value in values.items()}
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count no forwards and change no weights by communication in this block. Collective.
-
-        Meant for evaluation between two steps. Blocks can be nested.
-        """
-        self.settle()
-        if not self._num_pauses:
-            self._updates.begin_pause()
-            self.begin_pause()
-        self._num_pauses += 1
-        try:
-            yield
-        finally:
-            self._num_pauses -= 1
-            if not self._num_pauses and self._is_attached:
-                self.end_pause()
-                self._updates.end_pause()
-
     def average(self) -> None:
         """Give all ranks the mean of their weights, as after the last step. Collective."""
         with self.paused(), communicating("averaging the weights of all ranks"):
@@ -293,30 +309,6 @@ class Handle:
             for values in flat:
                 self.groups.everyone.mean(values)
             self.weights.assign(flat)
-
-    def detach(self, *, average: bool = True) -> None:
-        """End the algorithm and its process groups, and give DDP back its allreduce. Collective.
-
-        The current step ends here, and weights, which may differ, are averaged. Once a rank has
-        failed, give `average=False`: then the step is left open and nothing is communicated, so it
-        is not collective, and process groups that others may be waiting on stay until DDP's ends.
-
-        Raises:
-            PeerError: a rank did not take part; the model is detached nevertheless.
-        """
-        if not self._is_attached:
-            return
-        try:
-            if average:
-                self.average()
-        finally:
-            self._is_attached = False
-            self._let_go()
-            self.close()
-        if average:
-            with communicating("waiting for all ranks to detach"):
-                self.groups.ddp.barrier()  # else a rank might still be receiving the mean
-            self.groups.end()
 
     def state_dict(self) -> dict[str, Any]:
         """What this algorithm needs to continue on this rank; each rank saves its own.
@@ -334,7 +326,7 @@ class Handle:
             AttachError: the ranks' states are not of the same step.
         """
         self.check_attached()
-        if self._is_open:
+        if self._step is not Step.NONE:
             # What a step communicates when it ends must not move weights that were just loaded.
             loaded = self.weights.copy()
             self.settle()
@@ -365,7 +357,7 @@ class Handle:
         """Begin a step with DDP's forward, or end one whose update was skipped."""
         self._is_reducing = False  # a backward that raised never ended
         ddp = self.training.ddp
-        if self._num_pauses or not torch.is_grad_enabled():
+        if self.is_paused or not torch.is_grad_enabled():
             return
         if _torch.is_in_join(ddp):
             raise AttachError(
@@ -376,7 +368,7 @@ class Handle:
             )
         if not _torch.syncs_gradients(ddp):
             return  # a micro-batch under no_sync
-        if self._is_open and not self._has_run_backward:
+        if self._step is Step.FORWARD:
             return  # one more forward before the same backward
         # A new step begins. Has the last one's update gone unnoticed, or has there been none?
         self._updates.check(self.algorithm.name, self.num_steps)
@@ -386,7 +378,7 @@ class Handle:
 
     def _open(self) -> None:
         """Begin a step."""
-        self._is_open, self._has_run_backward = True, False
+        self._step = Step.FORWARD
         self.num_steps += 1
         unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
         for name in unfrozen:
@@ -404,12 +396,13 @@ class Handle:
         """Reduce a bucket whose gradients are complete, as DDP's comm hook."""
         # After a forward in eval mode the step has yet to be opened. Under `no_sync` no step is
         # opened, although DDP reduces there too: in the backward of a forward from before.
-        is_step = _torch.syncs_gradients(self.training.ddp) and not self._num_pauses
-        if is_step and not self._is_open:
+        is_step = _torch.syncs_gradients(self.training.ddp) and not self.is_paused
+        if is_step and self._step is Step.NONE:
             self._open()
-        self._has_run_backward = True
+        if self._step is Step.FORWARD:
+            self._step = Step.BACKWARD
         if not self._is_reducing:
-            self._updates.note_backward(is_paused=self._num_pauses > 0)
+            self._updates.note_backward(is_paused=self.is_paused)
         # See [Note: the end of a backward].
         if bucket.is_last() or (bucket.index() == 0 and self._is_reducing):
             # Several times in a static graph's first iteration.
@@ -446,11 +439,21 @@ class Handle:
         if self._updated == set(self.training.optimizers):
             self._finish_step()
 
+    def settle(self) -> None:
+        """End the open step, if there is one: at least one optimizer has left out its update."""
+        self.check_attached()
+        if self._step is not Step.NONE:
+            self._metrics["skipped_updates"] += 1
+            self._updates.note_written()
+            self.before_update()
+            self._finish_step()
+            self._updates.take_baseline()
+
     def _finish_step(self) -> None:
-        was_open, self._is_open = self._is_open, False
+        step, self._step = self._step, Step.NONE
         self._updated.clear()
         self.after_update()
-        if not was_open:
+        if step is Step.NONE:
             return  # an update without a forward before
         self.end_step()
         is_stale = self.num_communications == self._seen_communications
@@ -469,6 +472,10 @@ class BackgroundHandle(Handle):
     def __init__(self, training: Training, algorithm: Algorithm[Any]) -> None:
         super().__init__(training, algorithm)
         self.worker = Worker(self, training.device)
+
+    def take_over(self) -> None:
+        self.worker.start()
+        super().take_over()
 
     def run_behind_backward(
         self, bucket: Bucket, task: Callable[[torch.Tensor], None]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ddpopt import _logs, _torch
 from ddpopt._text import count
-from ddpopt.algorithms.algorithm import Training
+from ddpopt.algorithms.training import Training
 from ddpopt.algorithms.value_text import text_of
 from ddpopt.errors import AttachError
 from ddpopt.ranks.agree import communicating, decide_on_rank_0, require_equal

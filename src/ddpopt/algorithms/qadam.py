@@ -6,6 +6,7 @@ Source: QAdam as in Bagua (Gan et al., arXiv 2107.01499), after 1-bit Adam (Tang
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from torch.optim.adam import adam
 
 from ddpopt import _torch
-from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, Training, check_count
+from ddpopt.algorithms.algorithm import HierarchicalAlgorithm, check_count
 from ddpopt.algorithms.bytegrad import average_in_8_bits
 from ddpopt.algorithms.handle import BackgroundHandle, Bucket, GradientFuture
-from ddpopt.errors import OptionError
+from ddpopt.algorithms.training import Training
+from ddpopt.errors import AttachError, OptionError
+from ddpopt.ranks.agree import communicating
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -70,10 +73,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._with_momentum = set()
 
+    def num_updates(self, parameter: torch.Tensor) -> int:
+        """How many updates of a parameter were made."""
+        state: dict[str, Any] = self.state.get(parameter, {})
+        return int(state["step"].item()) if state else 0
+
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter of this group has had its warm-up."""
-        state: dict[str, Any] = self.state.get(parameter, {})
-        return bool(state) and bool(state["step"].item() >= group["warmup_steps"])
+        return self.num_updates(parameter) >= int(group["warmup_steps"])
 
     @torch.no_grad()
     def turn_into_momentum(
@@ -190,18 +197,62 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 class QAdamHandle(BackgroundHandle):
+    """As `Handle`. When a step begins, ranks compare how often they have updated which parameter.
+
+    If one of them has left out an update alone, it would reduce whole gradients where others, whose
+    warm-up is over, reduce momenta, and all would wait for each other. So before a step's first
+    bucket all of them know, and all raise.
+    """
+
     averages_weights = False
 
     def __init__(self, training: Training, algorithm: QAdam) -> None:
         super().__init__(training, algorithm)
         # Parameters that were warm when the step began, with their optimizer and its group.
         self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
+        # How many updates each rank has made and a digest of which; None once it was compared.
+        self._updates_of_ranks: torch.futures.Future[list[list[int]]] | None = None
+        # Why this step's buckets are not reduced.
+        self._disagreement: Exception | None = None
+
+    def begin_step(self) -> None:
+        # All buckets of a step have the same warm parameters.
+        self._warm = {}
+        counts: list[int] = []
+        kinds: list[bool] = []
+        for optimizer in self.training.optimizers:
+            if not isinstance(optimizer, QAdamOptimizer):
+                continue  # which `QAdam.check` refuses, but a subclass may allow
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter not in self.training.parameters:
+                        continue  # each rank may have its own, which DDP ignores
+                    counts.append(optimizer.num_updates(parameter))
+                    kinds.append(optimizer.is_warm(parameter, group))
+                    if kinds[-1]:
+                        self._warm[parameter] = (optimizer, group)
+        digest = zlib.crc32(repr((counts, kinds)).encode())
+        own = torch.tensor([sum(counts), digest], device="cpu")
+
+        def collect() -> list[list[int]]:
+            assert self.groups.agreement is not None
+            rows, work = self.groups.agreement.collect(own)
+            work.wait()
+            of_ranks: list[list[int]] = rows.tolist()
+            return of_ranks
+
+        self._disagreement = None
+        self._updates_of_ranks = self.worker.submit(collect)  # behind forward
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
         # `no_grad`, had no backward. What follows, if not in a pause, is a backward that reduces.
-        if self._num_pauses or not _torch.syncs_gradients(self.training.ddp):
+        if self.is_paused or not _torch.syncs_gradients(self.training.ddp):
             return self.groups.ddp.mean_bucket(bucket)
+        self._compare_updates()
+        if self._disagreement is not None:
+            self._failure = self._disagreement  # which the end of backward raises
+            return super().reduce(bucket)
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             if parameter in self._warm:
@@ -218,16 +269,28 @@ class QAdamHandle(BackgroundHandle):
 
         return self.run_behind_backward(bucket, average_momenta)
 
-    def begin_step(self) -> None:
-        # All buckets of a step have the same warm parameters.
-        self._warm = {}
-        for optimizer in self.training.optimizers:
-            if not isinstance(optimizer, QAdamOptimizer):
-                continue  # which `QAdam.check` refuses, but a subclass may allow
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if optimizer.is_warm(parameter, group):
-                        self._warm[parameter] = (optimizer, group)
+    def _compare_updates(self) -> None:
+        """Find out, once a step, whether all ranks have made the same updates."""
+        future, self._updates_of_ranks = self._updates_of_ranks, None
+        if future is None:
+            return
+        try:
+            with communicating(f"comparing the updates before step {self.num_steps}"):
+                first, *others = future.wait()
+        except Exception as error:
+            # Whatever a collective raised: DDP would show it without its type.
+            self._disagreement = error
+            return
+        for rank, row in enumerate(others, 1):
+            if row != first:
+                self._disagreement = AttachError(
+                    f"before step {self.num_steps} QAdamOptimizer had made other updates on rank "
+                    f"{rank} than on rank 0 ({row[0]} and {first[0]}, counted for each parameter): "
+                    "weights differ, and the warm-up would end in different steps; leave out "
+                    "step() on all ranks or on none, with one warmup_steps; to go on, call "
+                    "detach(average=False) and attach again, which sends what rank 0 has"
+                )
+                return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +306,7 @@ class QAdam(HierarchicalAlgorithm[QAdamHandle]):
     """
 
     handle_type = QAdamHandle
+    agrees_on_cpu = True
 
     def check(self, training: Training) -> None:
         for optimizer in training.optimizers:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from ddpopt import _logs, _torch
-from ddpopt.algorithms.algorithm import Training
+from ddpopt.algorithms.training import Training
 from ddpopt.errors import AttachError
 
 
