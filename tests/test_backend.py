@@ -53,7 +53,7 @@ def test_the_backend_is_found_without_an_import() -> None:
 @pytest.mark.quick("0.03")
 @pytest.mark.parametrize("cap_mb", [CAP, 25])
 def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb: float) -> None:
-    """It does for a graph that is cut, and for one that is not.
+    """The line comes for a graph that is cut, and for one that is not.
 
     Exceptions of Python 3.10 have no notes: it is a warning there.
     """
@@ -72,7 +72,7 @@ def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb
 @pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
 @on_ranks(2)
 def test_ranks_that_train_without_ddp_are_warned_once(kind: str) -> None:
-    """Nothing would tell them that their gradients stay apart; an evaluation has none."""
+    """Such ranks would not notice that their gradients stay apart; an evaluation has none."""
     ddpopt.backend._warn_of_ranks.cache_clear()
     with logged("warning") as warnings:
         for _ in range(2):
@@ -96,7 +96,7 @@ def test_ranks_that_train_without_ddp_are_warned_once(kind: str) -> None:
 @pytest.mark.quick("eager")
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, inner: str) -> None:
-    """They are `torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
+    """The two ways are `torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
     eager, outer = twins(MLP(), bucket_cap_mb=CAP)
     model = MLP()
     model.load_state_dict(eager.module.state_dict())
@@ -136,7 +136,7 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
     options: dict[str, Any],
     reason: Reason,
 ) -> None:
-    """It goes in one call, and without a warning."""
+    """The whole graph goes in one call, and without a warning."""
     num_inputs_of_calls: list[int] = []
 
     def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -152,7 +152,7 @@ def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
 
 
 def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
-    """Such is the graph under no_grad; the training graph beside it is split."""
+    """A graph under no_grad has no gradients; the training graph beside it is split."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     run = compiled(ddp)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_without_ddp_the_graph_goes_whole() -> None:
 def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_difference(
     one_rank: None,
 ) -> None:
-    """It stands in many programs, as a workaround. The flag is left as it is."""
+    """The flag stands in many programs, as a workaround, and is left as it is."""
     eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
     inputs = [_x() for _ in range(4)]
     with torch._dynamo.config.patch(optimize_ddp=False), logged("warning") as warnings:
@@ -238,7 +238,7 @@ def test_modes_that_bypass_the_reducer_are_refused(
 def test_a_backward_that_would_be_traced_is_refused(
     rank: int, backend: str, way: str, outcome: str
 ) -> None:
-    """It would be where a compiled function calls DDP; other backends drop it without a word."""
+    """Dynamo traces it where a compiled function calls DDP; other backends drop it silently."""
     is_ours = backend == "ddpopt"
     options = {"backend": backend, **({"options": {"inner": "aot_eager"}} if is_ours else {})}
     eager, ddp = twins(MLP(), **({"bucket_cap_mb": CAP} if is_ours else {}))
@@ -296,7 +296,7 @@ def _in_tree_sections(model: MLP) -> int:
 
 
 def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
-    """They do before and after ddpopt was used in the process; and no torch flag changes."""
+    """The optimizer is there before and after ddpopt was used, and no flag of torch changes."""
     flags = torch._dynamo.config.get_config_copy()
     uninstall()
     untouched = _in_tree_sections(MLP(width=512))
@@ -312,7 +312,7 @@ def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
 
 
 def test_the_class_in_place_of_torchs_optimizer_is_transparent() -> None:
-    """Others can construct, subclass and read it."""
+    """Other code can construct, subclass and read that class."""
     replaced = in_tree.DDPOptimizer
     assert replaced.__module__ == in_tree.__name__
     assert "DDP" in replaced.__doc__
@@ -454,7 +454,7 @@ def test_a_graph_that_takes_the_place_of_several_is_split(
 
 
 def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> None:
-    """It does as often as unsplit: with the first value, and once for all others."""
+    """A graph is compiled as often as unsplit: with the first value, and once for all others."""
 
     class Scaled(MLP):
         def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -496,7 +496,7 @@ def test_each_reset_forgets_the_cuts(one_rank: None) -> None:
 
 
 def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) -> None:
-    """It is raised once, with no error of ddpopt's behind it: one bucket leaves nothing to cut."""
+    """The error is raised once, with none of ddpopt's behind it."""
     calls = []
 
     def failing(gm: Any, _inputs: Any) -> Any:

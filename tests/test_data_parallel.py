@@ -126,7 +126,7 @@ def _assert_equal_gradients(module: nn.Module, reference: nn.Module) -> None:
 def test_gradients_equal_those_of_the_whole_batch(
     backend: str, num_devices: int, num_rows: int
 ) -> None:
-    """They are summed over replicas, also the third time, when replicas run at the same time."""
+    """Replicas run one by one the first time, and then at the same time."""
     module = MLP(depth=2)
     reference = copy.deepcopy(module)
     parallel = DataParallel(module, ["cpu"] * num_devices, backend=backend)
@@ -165,7 +165,7 @@ def test_training_equals_training_on_one_device() -> None:
 
 
 def test_gradients_flow_to_the_arguments() -> None:
-    """Each row has its own, and a 0-dimensional argument the sum over replicas."""
+    """A row has a gradient of its own, a 0-dimensional argument the sum over replicas."""
     parallel = _parallel(lambda m, x, scale: x @ m.weight * scale, backend="aot_eager")
     x, scale = _rows(4).requires_grad_(), torch.tensor(3.0, requires_grad=True)
     parallel(x, scale).sum().backward()
@@ -203,7 +203,7 @@ def test_unused_parameters_keep_no_gradient_and_shared_ones_have_one_sum() -> No
     ],
 )
 def test_modules_of_torch_are_replicated(make: Callable[[], nn.Module]) -> None:
-    """So are those that keep lists of their weights, or make weights from others."""
+    """Some modules keep lists of their weights, or make weights from others."""
     module = make()
     reference = copy.deepcopy(module)
     parallel = DataParallel(module, CPUS, backend="aot_eager")
@@ -265,7 +265,7 @@ def test_batch_norm_keeps_the_statistics_of_the_first_chunk() -> None:
 
 
 def test_attributes_that_a_replica_sets_are_lost() -> None:
-    """They are with torch's DataParallel, too."""
+    """Torch's DataParallel loses such attributes, too."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.seen = x
@@ -277,7 +277,7 @@ def test_attributes_that_a_replica_sets_are_lost() -> None:
 
 
 def test_state_dict_has_the_names_of_torchs_data_parallel() -> None:
-    """These are `module.` and the names of the module; it can be loaded back."""
+    """The names are `module.` and those of the module; the state can be loaded back."""
     parallel = DataParallel(MLP(depth=1), CPUS)
     assert list(parallel.state_dict()) == ["module.layers.0.weight", "module.layers.0.bias"]
     assert list(nn.DataParallel(MLP(depth=1)).state_dict()) == list(parallel.state_dict())
@@ -414,7 +414,7 @@ def test_replicas_are_compiled_where_those_in_plain_threads_are_not() -> None:
 
 
 def test_the_first_call_runs_in_turn_and_others_at_the_same_time() -> None:
-    """The others wait at a barrier that opens when each replica's thread has come to it."""
+    """Later replicas wait at a barrier that opens when each thread has come to it."""
     barrier, alone = threading.Barrier(3), threading.Lock()
     seen: dict[float, int] = {}
     together = False
@@ -495,7 +495,7 @@ def test_changed_hooks_are_noticed_after_compiling() -> None:
 
 
 def test_hooks_of_the_wrapper_see_the_whole_batch_once() -> None:
-    """These are forward pre-hooks, forward hooks and full backward hooks."""
+    """The hooks are forward pre-hooks, forward hooks and full backward hooks."""
     parallel = DataParallel(MLP(depth=1), CPUS, backend="aot_eager")
     seen: list[Any] = []
     parallel.register_forward_pre_hook(lambda m, args: seen.append((m, len(args[0]))))
@@ -509,7 +509,7 @@ def test_hooks_of_the_wrapper_see_the_whole_batch_once() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("place", ["", "layers.1"])
 def test_hooks_of_the_module_run_once_in_each_replica(backend: str, place: str) -> None:
-    """They get the replica and its rows; no call is lost, and nothing is recompiled."""
+    """A hook gets the replica and its rows; no call is lost, and nothing is recompiled."""
     module = MLP(depth=2)
     hooked = module.get_submodule(place)
     seen: list[tuple[str, int]] = []
@@ -534,7 +534,7 @@ def test_hooks_of_the_module_run_once_in_each_replica(backend: str, place: str) 
 
 
 def test_hooks_of_a_parameter_see_the_sum_once() -> None:
-    """They belong to the module that was given, not to replicas."""
+    """The parameter is that of the module that was given, not a replica's."""
     parallel = _parallel(lambda m, x: x @ m.weight)
     seen: list[torch.Tensor] = []
     parallel.module.weight.register_hook(seen.append)
@@ -544,7 +544,7 @@ def test_hooks_of_a_parameter_see_the_sum_once() -> None:
 
 
 def test_hooks_change_arguments_and_outputs() -> None:
-    """They do in replicas; and hooks of torch's own are part of the graph."""
+    """In replicas, hooks change them as in one module; torch's own hooks are part of the graph."""
     module = nn.utils.spectral_norm(nn.Linear(4, 4))
     module.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     reference = copy.deepcopy(module)
@@ -572,7 +572,7 @@ def test_with_one_device_hooks_get_the_module_itself() -> None:
 def test_rows_are_divided_as_chunk_divides(
     num_rows: int, num_devices: int, expected: list[int]
 ) -> None:
-    """So fewer replicas than devices may run; a loss is a vector with a number for each."""
+    """Fewer replicas than devices may run; a loss is a vector with a number for each."""
     parallel = _parallel(lambda m, x: torch.tensor(len(x)), ["cpu"] * num_devices)
     assert parallel(_rows(num_rows)).tolist() == expected
     assert expected == [len(chunk) for chunk in _rows(num_rows).chunk(num_devices)]
@@ -596,7 +596,7 @@ def test_with_one_device_outputs_are_those_of_the_module() -> None:
 
 
 def test_containers_are_divided_and_joined() -> None:
-    """These are tuples, lists, dicts, named tuples and dataclasses, and keyword arguments."""
+    """Containers are tuples, lists, dicts, named tuples and dataclasses, and keyword arguments."""
 
     def forward(module: Any, pair: Pair, batches: list[Any], *, extra: dict[str, Any]) -> Any:
         assert len(pair.first) == len(batches[0].x) == len(extra["y"]) == 2
@@ -634,7 +634,7 @@ def test_containers_are_divided_and_joined() -> None:
     ids=["defaultdict", "OrderedDict", "Counter", "derived"],
 )
 def test_dicts_of_other_kinds_stay_what_they_are(make: Callable[..., Any]) -> None:
-    """They do as argument and as output, in which keys that are missing are made as before."""
+    """A dict keeps its class and default factory as an argument and as an output."""
 
     def forward(module: Any, chunk: Any) -> Any:
         assert len(chunk["x"]) == 2
@@ -662,7 +662,7 @@ def test_dicts_of_other_kinds_stay_what_they_are(make: Callable[..., Any]) -> No
 
 @pytest.mark.parametrize("nan", [math.nan, complex(0, math.nan)], ids=["float", "complex"])
 def test_replicas_that_all_return_nan_do_not_differ(nan: Any) -> None:
-    """Each replica makes one, as a division does; a NaN beside a number still differs."""
+    """Each replica makes a NaN, as a division does; a NaN beside a number still differs."""
     output = _parallel(lambda m, x: (x, [nan * 1.0]))(_rows(4))[1][0]
     assert output != output  # noqa: PLR0124  # so it is NaN
     with pytest.raises(ValueError, match=r"output\[1\] differs between replicas \(.*nan"):
@@ -692,7 +692,7 @@ def test_batches_are_divided_and_joined_along_dim() -> None:
 
 
 def test_without_a_tensor_one_replica_runs() -> None:
-    """There is nothing to divide then."""
+    """Without a tensor nothing can be divided."""
     calls = []
     note = torch.compiler.disable(calls.append)
 
@@ -710,7 +710,7 @@ def test_without_a_tensor_one_replica_runs() -> None:
 
 
 def test_modes_are_carried_into_the_threads() -> None:
-    """They are no_grad, inference mode and autocast, in the first calls and in later ones."""
+    """The modes are no_grad, inference mode and autocast, in first and in later calls."""
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         return x @ module.weight
@@ -731,7 +731,7 @@ def test_modes_are_carried_into_the_threads() -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("call", ["first", "later"])
 def test_an_exception_names_replica_and_device(failing: int, call: str) -> None:
-    """It is the same object; after it the model works again."""
+    """The exception is the same object; after it the model works again."""
     error = KeyError("no such row")
     fails = call == "first"
 
@@ -852,7 +852,7 @@ def test_outputs_that_cannot_be_joined_are_refused(
 
 
 def test_a_module_elsewhere_is_refused_when_it_is_called() -> None:
-    """It may be moved until then."""
+    """The module may be moved until then."""
     parallel = DataParallel(nn.BatchNorm1d(4), CPUS, backend="eager")
     parallel.module.weight = nn.Parameter(torch.ones(4, device="meta"))
     with pytest.raises(ValueError, match=r"parameter 'weight' is on meta.*call .to\('cpu'\) first"):
@@ -864,7 +864,7 @@ def test_a_module_elsewhere_is_refused_when_it_is_called() -> None:
 
 
 def test_a_module_that_is_compiled_later_is_refused() -> None:
-    """Its replicas would run the original's parameters."""
+    """Replicas of compiled code would run the original's parameters."""
     parallel = _parallel(lambda m, x: x)
     parallel.module.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled already"):

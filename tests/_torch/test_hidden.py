@@ -6,7 +6,6 @@ import contextvars
 import copy
 import importlib
 import inspect
-import itertools
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from ddpopt.planning import AllreduceCost, rebucket, tuner
 from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
 from tests.support.beside import compiled
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches
 from tests.support.on_ranks import on_ranks
 from tests.support.registration import uninstall
@@ -409,8 +409,6 @@ def test_an_attached_algorithm_adds_no_graph_or_break(rank: int, algorithm: Any)
 def test_a_search_for_buckets_measures_steps_and_no_compiles(rank: int, name: str) -> None:
     """Backward sections run as they are before and after it, and nothing is compiled anew."""
     train = _PROGRAMS[name]
-    readings = itertools.count()
-    clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     slow = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
     outcome = "no search"
 
@@ -422,7 +420,7 @@ def test_a_search_for_buckets_measures_steps_and_no_compiles(rank: int, name: st
 
     with (
         mock.patch.object(tuner, "calibrate", return_value=slow),
-        mock.patch.object(clocks, "time", clock),
+        FakeClock(tick_s=1e-3).replacing_time_of(clocks),
     ):
         counts, states = _count(rank, tune, False, num_steps=20, cap_mb=1, buckets="auto")
     stocks, expected = _count(rank, train, True, num_steps=20, cap_mb=1)

@@ -31,7 +31,7 @@ def _compile(ddp: nn.Module) -> Any:
 
 
 def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
-    """It takes the compiled and the plain DDP module alike."""
+    """`explain` takes the compiled and the plain DDP module alike."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     compiled(torch.randn(2, 64))
@@ -47,7 +47,7 @@ def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
 
 
 def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> None:
-    """It says too whether they are the planned ones."""
+    """`explain` says too whether the buckets are the planned ones."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     compiled(torch.randn(2, 64)).sum().backward()
@@ -61,7 +61,7 @@ def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> N
 
 
 def test_a_model_that_was_compiled_before_ddp_has_its_own_name_and_names(one_rank: None) -> None:
-    """Not those of the wrapper that torch.compile returns."""
+    """The names are not those of the wrapper that torch.compile returns."""
     ddp = DistributedDataParallel(_compile(MLP()), bucket_cap_mb=CAP_MB)
     ddp(torch.randn(2, 64)).sum().backward()
     text = str(ddpopt.explain(ddp))
@@ -86,7 +86,7 @@ def test_a_notebook_shows_an_explanation_as_its_text(one_rank: None) -> None:
 
 
 def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
-    """They are completed by the graph that runs first in forward, and no graph is cut short."""
+    """Such buckets are completed by the graph that runs first in forward; no graph is cut short."""
     ddp = DistributedDataParallel(Broken(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     for _ in range(4):
@@ -120,7 +120,6 @@ def test_explain_shows_after_which_section_a_recorded_allreduce_was_launched(
 
 
 def test_explain_of_a_model_that_has_not_run_says_what_may_be_wrong(one_rank: None) -> None:
-    """It says so instead of printing nothing."""
     assert "has compiled no graph" in str(ddpopt.explain(DistributedDataParallel(MLP())))
 
 
@@ -153,7 +152,7 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
 
 
 def test_after_an_evaluation_explain_still_says_what_completes_buckets(one_rank: None) -> None:
-    """Its graph has no gradients, and is no recompile; DDP's own times are shown still."""
+    """An evaluation's graph has no gradients, and is no recompile; DDP's own times stay."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
     compiled = _compile(ddp)
     assert "measured: nothing yet" in str(ddpopt.explain(ddp).hints)
@@ -274,7 +273,7 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
 
 
 def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
-    """Here two sections are made one, as where no boundary is possible between two buckets."""
+    """Two sections are made one here, as where no boundary is possible between two buckets."""
     ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=0.03)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     compiled(torch.randn(2, 64)).sum().backward()
@@ -331,7 +330,7 @@ class _Words(nn.Module):
 
 
 def test_a_frozen_model_with_sparse_gradients_is_explained(one_rank: None) -> None:
-    """Its Reducer does not tell what it reduces, so its own buckets stay without names."""
+    """Its Reducer does not tell what a frozen model reduces, so DDP's buckets have no names."""
     ddp = DistributedDataParallel(_Words(), bucket_cap_mb=0.001)
     compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
     words = torch.arange(4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.inspection import metrics
-from ddpopt.steps import clock
+from ddpopt.steps import clock as clocks
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.ranks import Ranks
 
@@ -33,11 +33,10 @@ def _train(rank: int, kind: str) -> list[dict[str, float]]:
     run: Any = ddp
     if kind == "compiled":
         run = torch.compile(ddp, backend="ddpopt", options=options)
-    now_s = 0.0
     values = [ddpopt.metrics(run)]
-    with mock.patch.object(clock, "time", mock.Mock(perf_counter=lambda: now_s)):
+    with FakeClock().replacing_time_of(clocks) as clock:
         for size in (4, 4, 4, 4, 6):
-            now_s += STEP_S
+            clock.pass_time(STEP_S)
             train(ddp, batches(rank, [(size, WIDTH)]), run)
             values.append(ddpopt.metrics(run))
     return values
@@ -63,7 +62,7 @@ def test_a_compiled_model_has_times_and_counts_of_its_steps(ranks: Ranks) -> Non
 
 
 def test_an_uncompiled_model_has_times_too(ranks: Ranks) -> None:
-    """Its numbers of sections and graphs are 0."""
+    """The numbers of sections and graphs are 0."""
     for *_, last in ranks.run(_train, "uncompiled"):
         assert last.keys() >= TIMES
         assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)

@@ -205,7 +205,7 @@ def _record_one_step(rank: int) -> tuple[RecordedStep, str]:
 
 
 def test_the_page_has_the_recorded_allreduces(ranks: Ranks) -> None:
-    """Their times count from the end of forward."""
+    """Times of allreduces count from the end of forward."""
     for step, page in ranks.run(_record_one_step):
         match = re.search(r'id="explanation"[^>]*>(.*?)</script>', page, re.DOTALL)
         assert match is not None
@@ -228,7 +228,7 @@ def _step(at_s: float, finished_s: float | None, num_bytes: int = 8) -> Recorded
 
 
 def test_medians_are_of_steps_like_the_last_one() -> None:
-    """Others had other buckets; a finish that is not known of a step does not count."""
+    """Earlier steps had other buckets; an unknown finish of an allreduce does not count."""
     steps = (_step(0, 1, num_bytes=4), _step(10, 17), _step(20, None), _step(30, 39))
     recording = Recording(rank=0, steps=steps)
     assert "medians of 3 of 4 steps (1 ran other sections or buckets): " in str(recording)
@@ -355,7 +355,7 @@ def test_an_evaluation_before_the_backward_is_no_part_of_the_step(one_rank: None
 
 
 def test_a_recording_does_not_keep_parameters(one_rank: None) -> None:
-    """They are freed with the module, without the garbage collector."""
+    """Parameters are freed with the module, without the garbage collector."""
     ddp = _model("uncompiled")[0]
     with ddpopt.record(ddp) as recording:
         ddp(torch.ones(8, WIDTH)).sum().backward()

@@ -127,7 +127,7 @@ def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> di
 def test_fit_and_resumed_fit_split_log_and_explain(
     ranks: Ranks, tmp_path: Path, package: str, step: str, accumulate: int
 ) -> None:
-    """There is validation within; weights equal those of a twin without the callback."""
+    """Epochs have validation; weights equal those of a twin without the callback."""
     first, second = ranks.run(_fit, package, str(tmp_path), step, accumulate)
     assert second["explanations"] == [None, None]
     for text in first["explanations"]:
@@ -151,7 +151,7 @@ def test_an_error_before_fit_finds_nothing_to_restore() -> None:
 def test_without_ddp_the_model_is_compiled_whole_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is so with Lightning's default strategy for one device."""
+    """Lightning's default strategy for one device uses no DDP."""
     caplog.set_level("INFO", logger="ddpopt")
     callback = DDPOptCallback(EAGER)
     trainer = _trainer(PACKAGES[0], str(tmp_path), [callback], devices=1)
@@ -204,7 +204,7 @@ def test_a_module_that_is_compiled_already_is_not_compiled_again() -> None:
 def test_the_callback_is_one_of_the_package_that_the_program_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where both packages or none are imported it is one of both: a Trainer takes its own alone."""
+    """A Trainer takes those of its own package alone; with both or none imported it is of both."""
     both = tuple(importlib.import_module(package).Callback for package in PACKAGES)
     assert integration._callback_classes() == both
     monkeypatch.delitem(integration.sys.modules, PACKAGES[0])

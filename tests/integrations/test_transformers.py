@@ -112,7 +112,7 @@ def _compare(rank: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
 def test_training_and_resumed_training_split_log_and_explain(
     ranks: Ranks, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """There is evaluation within; weights equal those of a twin without the callback."""
+    """Training has evaluations; weights equal those of a twin without the callback."""
     first, second = ranks.run(_compare, str(tmp_path), more)
     assert second["explanations"] == [None, None]
     for text in first["explanations"]:

@@ -47,7 +47,7 @@ def _live_on(rank: int, num_ranks_before: int, store: str) -> str:
 
 
 def test_a_rank_that_lived_on_meets_one_that_is_new(make_ranks: MakeRanks, tmp_path: Path) -> None:
-    """As after an in-process restart, in reused actors, and with a spare rank."""
+    """So it is after an in-process restart, in reused actors, and with a spare rank."""
     first, second = make_ranks(2).run(_live_on, 1, str(tmp_path / "store"))
     assert first == second
     assert "did not" not in first

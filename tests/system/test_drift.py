@@ -7,7 +7,6 @@ tells the names that it uses, so that a new row is tested without a new line her
 from __future__ import annotations
 
 import functools
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
 from tests.support.beside import compiled
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.plans import COST, plan_of
 from tests.support.ranks import Ranks
@@ -298,11 +298,9 @@ def _plan(rank: int) -> None:
 def _tune(rank: int) -> None:
     """Train until buckets are changed, as they are where the network is slow."""
     ddp, run = _compile(buckets="auto")
-    readings = itertools.count()
-    clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     with (
         mock.patch.object(tuner, "calibrate", return_value=SLOW),
-        mock.patch.object(clocks, "time", clock),
+        FakeClock(tick_s=1e-3).replacing_time_of(clocks),
     ):
         train(ddp, batches(rank, [SHAPE] * 10), run)
 
