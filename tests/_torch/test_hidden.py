@@ -114,7 +114,7 @@ def test_dynamo_skips_every_function_but_those_that_it_is_to_see(one_rank: None)
 
 
 def test_a_users_function_that_ours_calls_is_compiled(one_rank: None) -> None:
-    """It has a graph between the two around our function."""
+    """The user's function has a graph between the two around our function."""
     function = _torch.calls_users_code(_function_in(ROOT / "backend.py"))
     assert _graphs_around(function) == 3
 
@@ -399,7 +399,7 @@ def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> 
     ids=lambda algorithm: algorithm.name,
 )
 def test_an_attached_algorithm_adds_no_graph_or_break(rank: int, algorithm: Any) -> None:
-    """Its hooks break the graph where they stand, with any backend, and are not compiled."""
+    """An algorithm's hooks break the graph where they stand, with any backend, uncompiled."""
     assert _compare(rank, _plain, algorithm) == ""
 
 
@@ -455,7 +455,7 @@ def test_an_optimizers_closure_is_compiled_where_its_step_is_called(one_rank: No
 
 
 def test_a_replicas_function_is_compiled_with_the_module_that_it_calls(one_rank: None) -> None:
-    """That holds with one device, and where a compiled function calls `DataParallel`."""
+    """One device is enough, and a compiled function may call `DataParallel`."""
     for devices, num_graphs in ((["cpu"], 1), (["cpu", "cpu"], 1)):
         torch._dynamo.reset()
         counter = CompileCounter()

@@ -118,7 +118,7 @@ def test_training_goes_on_with_one_warning_whichever_name_is_missing(
 
 
 def test_training_goes_on_without_what_the_backward_split_reads(fresh_ranks: Ranks) -> None:
-    """These are names beyond the forward split's; the graph is split in forward then."""
+    """Without a name that the backward split alone reads, the graph is split in forward."""
     asked = (
         _train_as_it_is(fresh_ranks, BACKWARD).asked - _train_as_it_is(fresh_ranks, FORWARD).asked
     )
@@ -127,7 +127,7 @@ def test_training_goes_on_without_what_the_backward_split_reads(fresh_ranks: Ran
 
 
 def test_training_goes_on_without_what_inductor_reads(fresh_ranks: Ranks) -> None:
-    """These are names that are not asked for with the other inner compiler."""
+    """The other inner compiler does not ask for these names."""
     asked = (
         _train_as_it_is(fresh_ranks, INDUCTOR).asked - _train_as_it_is(fresh_ranks, BACKWARD).asked
     )
@@ -480,7 +480,7 @@ _EACH_NIGHT = ("config.verify", "low_precision", "qadam", "async_average", "opti
 def test_whatever_else_is_called_works_or_says_what_is_missing(
     fresh_ranks: Ranks, door: str
 ) -> None:
-    """Both ranks get what they asked for, or TorchDriftError with the name, or one that has it."""
+    """Ranks get what they asked for, or an error with the name: TorchDriftError, mostly."""
     asked = _asked_by(fresh_ranks, door)
     if door in COMPILING:
         for options in (FORWARD, BACKWARD, INDUCTOR):

@@ -51,7 +51,7 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
 
 
 def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
-    """It prints a plan, a falling loss, equal ranks, a sample, overlap and a rounding difference.
+    """The program prints a plan, a falling loss, a sample, overlap and a rounding difference.
 
     The link is an emulated one, beside which the time of each bucket is known nevertheless.
     """
@@ -141,7 +141,7 @@ def test_train_gpt_learns_with_an_algorithm_and_ends_with_equal_ranks(algorithm:
 
 @on_ranks(2)
 def test_train_gpt_takes_every_algorithm_that_it_offers() -> None:
-    """Each trains for a step, with the program's own arguments."""
+    """An algorithm trains for a step, with the program's own arguments."""
     for algorithm in train_gpt.ALGORITHMS:
         with mock.patch.object(sys, "argv", ["train_gpt.py", "--algorithm", algorithm]):
             args = train_gpt.parse_arguments()
@@ -212,7 +212,7 @@ dist.destroy_process_group()
 
 
 def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) -> None:
-    """It seldom hangs; but all programs that documents name and these tests run end in order."""
+    """Such a program seldom hangs; all programs of documents and of these tests end in order."""
     (tmp_path / "late.py").write_text(_OUTLIVES)
     with pytest.raises(AssertionError, match="1 DDP modules outlive their process group"):
         run_command("python late.py", tmp_path)
