@@ -168,9 +168,9 @@ def test_training_runs_the_code_that_was_verified(one_rank: None, split: str) ->
 
 def test_inductors_random_numbers_are_eagers_while_it_is_verified(one_rank: None) -> None:
     """Dropout under Inductor draws others; the copy is compiled apart, and the result says so."""
-    ddp = DistributedDataParallel(Noisy(), **CAPS)
+    ddp, x = DistributedDataParallel(Noisy(), **CAPS), torch.randn(16, 64)
     before, rng = state_of(ddp), torch.get_rng_state()
-    result = verify(compiled(ddp, inner="inductor", split="backward"), torch.randn(16, 64))
+    result = verify(compiled(ddp, inner="inductor", split="backward"), x)
     assert result.passed, str(result)
     assert "random numbers" in str(result)
     assert_equal_states(state_of(ddp), before, bitwise=True)

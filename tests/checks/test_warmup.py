@@ -147,7 +147,7 @@ def test_compiling_may_take_longer_than_the_groups_timeout(rank: int, split: str
 
 @on_ranks(2)
 def test_a_rank_that_raises_is_named_to_the_others(rank: int) -> None:
-    """The others are told the phase and the error, which the rank itself raises."""
+    """Other ranks are told the phase and the error, which the rank itself raises."""
     model, (x,) = compiled(DistributedDataParallel(MLP(), **CAPS)), batches(rank, [(8, 64)])
 
     def loss_fn(output: torch.Tensor) -> torch.Tensor:
@@ -163,9 +163,14 @@ def test_a_rank_that_raises_is_named_to_the_others(rank: int) -> None:
 
 
 def _vanish(rank: int, how: str) -> str:
+    store = dist.distributed_c10d._get_default_store()
+
     def inner(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         if rank == 1:
+            store.set("rank 1 compiles", "")
             os._exit(1)
+        if how == "compiling":
+            store.wait(["rank 1 compiles"])
         return _torch.lookup_backend("aot_eager")(gm, inputs)
 
     model = compiled(DistributedDataParallel(MLP(), **CAPS), inner, split="forward")
