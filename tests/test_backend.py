@@ -118,7 +118,7 @@ def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
     [(25, {}, Reason.ONE_BUCKET), (CAP, {"enabled": False}, Reason.DISABLED)],
     ids=["ONE_BUCKET", "DISABLED"],
 )
-def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
+def test_one_bucket_and_a_disabled_split_are_compiled_whole_in_one_call(
     one_rank: None, cap_mb: float, options: dict[str, Any], reason: Reason
 ) -> None:
     """The whole graph goes in one call, and without a warning."""
@@ -189,7 +189,7 @@ def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_diffe
         ({"compiled_autograd": True}, "compiled_autograd = False"),
     ],
 )
-def test_modes_that_bypass_the_reducer_are_refused(
+def test_python_reducer_and_compiled_autograd_are_refused(
     one_rank: None, flags: dict[str, Any], remedy: str
 ) -> None:
     """The error says which flag to set."""
@@ -220,7 +220,7 @@ def test_modes_that_bypass_the_reducer_are_refused(
     ],
 )
 @on_ranks(2)
-def test_a_backward_that_would_be_traced_is_refused(
+def test_trace_autograd_ops_is_refused_where_a_compiled_function_calls_ddp(
     rank: int, backend: str, way: str, outcome: str
 ) -> None:
     """Dynamo traces it where a compiled function calls DDP; other backends drop it silently."""
@@ -316,7 +316,7 @@ def test_a_partial_of_the_backend_gets_the_whole_graph(one_rank: None) -> None:
     assert len(only_cut(ddp).sections) == 3
 
 
-def test_the_take_over_is_idempotent_and_removable() -> None:
+def test_the_backend_replaces_torchs_optimizer_once_and_can_give_it_back() -> None:
     """Installed twice it is there once; removed, torch's own class is back."""
     uninstall()
     original = in_tree.DDPOptimizer
@@ -334,8 +334,10 @@ def test_the_take_over_is_idempotent_and_removable() -> None:
 @pytest.mark.parametrize(
     "cap_options", [{"bucket_cap_mb": 0.001}, {"bucket_cap_mb_list": [0.02, 0.05]}]
 )
-def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str, Any]) -> None:
-    """The in-tree optimizer stops with an AssertionError at the first."""
+def test_bucket_caps_below_one_mib_and_lists_of_caps_are_kept(
+    one_rank: None, cap_options: dict[str, Any]
+) -> None:
+    """The in-tree optimizer stops with an AssertionError at a cap below one MiB."""
     beside = Beside(MLP(), ddp_options=cap_options)
     beside.train(batches(0, [(2, WIDTH)] * 3))
     assert beside.num_sections > 1

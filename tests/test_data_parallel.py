@@ -398,7 +398,7 @@ def _like_torchs(module: nn.Module) -> nn.Module:
     return Threaded()
 
 
-def test_replicas_are_compiled_where_those_in_plain_threads_are_not() -> None:
+def test_replicas_of_torchs_data_parallel_run_eagerly_and_ours_compiled() -> None:
     """`torch.compile` around nn.DataParallel's structure finds no linear layer; around this it may.
 
     Nothing is compiled beside the replicas.
@@ -808,7 +808,7 @@ def _compiled_inside() -> nn.Module:
         ),
     ],
 )
-def test_bad_arguments_are_refused(
+def test_bad_arguments_of_data_parallel_are_refused_with_their_value(
     make: Callable[[], Any], error: type[Exception], text: str
 ) -> None:
     """The error comes before anything is run, with the value and a remedy."""
@@ -832,7 +832,9 @@ def test_a_ddp_module_is_refused(one_rank: None) -> None:
         ((_rows(4),), -3, "cannot be divided along dim -3"),
     ],
 )
-def test_bad_batches_are_refused(args: tuple[Any, ...], dim: int, text: str) -> None:
+def test_batches_that_cannot_be_divided_are_refused(
+    args: tuple[Any, ...], dim: int, text: str
+) -> None:
     """Torch's DataParallel leaves rows out silently."""
     with pytest.raises(ValueError, match=text):
         _parallel(lambda m, *args: args[0], dim=dim)(*args)
@@ -856,7 +858,7 @@ def test_outputs_that_cannot_be_joined_are_refused(
         _parallel(torch.compiler.disable(function))(_rows(4))
 
 
-def test_a_module_elsewhere_is_refused_when_it_is_called() -> None:
+def test_a_module_that_is_not_on_the_first_device_is_refused_when_called() -> None:
     """The module may be moved until then."""
     parallel = DataParallel(nn.BatchNorm1d(4), CPUS, backend="eager")
     parallel.module.weight = nn.Parameter(torch.ones(4, device="meta"))

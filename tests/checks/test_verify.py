@@ -51,8 +51,10 @@ def _loss_of(output: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("split", "steps_before"), [("forward", 0), ("backward", 1), ("forward", 3)]
 )
-def test_right_code_passes(rank: int, split: str, steps_before: int) -> None:
-    """Before the first step, before DDP rebuilds its buckets, and later, with one verdict."""
+def test_verify_passes_right_code_before_and_after_buckets_are_rebuilt(
+    rank: int, split: str, steps_before: int
+) -> None:
+    """All ranks have one verdict, before the first step, before buckets are rebuilt, and later."""
     ddp = DistributedDataParallel(Noisy(), **CAPS)
     model, (x,) = compiled(ddp, split=split), batches(rank, [(16, 64)])
     for _ in range(steps_before):
@@ -115,7 +117,7 @@ _AOT_EAGER = _torch.aot_eager
 
 @pytest.mark.quick("scale_a_gradient")
 @pytest.mark.parametrize("inner", [scale_a_gradient, _rounding])
-def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(one_rank: None, inner: Any) -> None:
+def test_verify_fails_wrong_code_and_names_the_worst_gradient(one_rank: None, inner: Any) -> None:
     """One percent in one gradient, or 16 bits in place of 32, is above the tolerance."""
     result = verify(_compiled(MLP(), inner=inner, split="forward"), torch.randn(8, 64))
     assert not result.passed
@@ -127,13 +129,13 @@ def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(one_rank: None, i
         assert result.loss <= result.tolerance
 
 
-def test_a_buffer_that_is_not_written_fails(one_rank: None) -> None:
+def test_verify_fails_a_buffer_that_is_not_written(one_rank: None) -> None:
     result = verify(_compiled(Noisy(), inner=_forgetting, split="forward"), torch.randn(8, 64))
     assert result.buffers["norm.running_mean"] > result.tolerance
 
 
 @on_ranks(2)
-def test_a_backward_that_one_rank_compiled_wrong_fails_on_all(rank: int) -> None:
+def test_verify_fails_on_all_ranks_what_one_compiled_wrong(rank: int) -> None:
     """Gradients are averaged, so the error shows on all ranks; the verdict is one."""
     broken = mock.patch.object(_torch, "aot_eager", _broken_backward)
     with broken if rank == 1 else contextlib.nullcontext():
@@ -192,7 +194,7 @@ def test_inductors_random_numbers_are_eagers_while_it_is_verified(one_rank: None
     ],
     ids=["no DDP", "uncompiled", "another backend", "a loss that is no scalar"],
 )
-def test_what_cannot_be_verified_is_refused(
+def test_verify_refuses_a_model_that_is_not_compiled_by_us_and_a_loss_that_is_no_scalar(
     one_rank: None, make: Any, loss_fn: Any, error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):

@@ -120,7 +120,7 @@ def test_explain_of_a_model_that_has_not_run_says_what_may_be_wrong(one_rank: No
     assert "has compiled no graph" in str(ddpopt.explain(DistributedDataParallel(MLP())))
 
 
-def test_what_is_no_ddp_module_is_refused() -> None:
+def test_explain_refuses_what_is_no_ddp_module() -> None:
     with pytest.raises(TypeError, match="this is a Linear"):
         ddpopt.explain(nn.Linear(1, 1))
 

@@ -81,6 +81,6 @@ def test_ddps_numbers_of_communication_are_left_out_beside_an_algorithm(rank: in
     assert ddpopt.metrics(ddp).keys() >= TIMES
 
 
-def test_what_is_no_ddp_module_is_refused() -> None:
+def test_metrics_refuses_what_is_no_ddp_module() -> None:
     with pytest.raises(TypeError, match="Linear"):
         ddpopt.metrics(nn.Linear(2, 2))

@@ -478,7 +478,7 @@ def test_two_recordings_at_a_time_are_refused(one_rank: None) -> None:
         pass
 
 
-def test_what_is_no_ddp_module_is_refused() -> None:
+def test_record_refuses_what_is_no_ddp_module() -> None:
     with pytest.raises(TypeError, match="this is a Linear"), ddpopt.record(nn.Linear(1, 1)):
         pass
 

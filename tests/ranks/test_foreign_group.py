@@ -71,7 +71,7 @@ def _average(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annot
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_it_is_trained_cut_and_refused_only_where_ranks_would_meet() -> None:
+def test_a_group_that_is_not_torchs_trains_and_is_refused_only_where_ranks_would_meet() -> None:
     """Training is eager too, once our backend is loaded. A comm hook with a state communicates."""
     inputs = batches(0, [(8, 64)] * 4)
     states = []
