@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 
@@ -40,7 +39,7 @@ class FakeClock:
         return round(self.monotonic() * 1e9)
 
     @contextlib.contextmanager
-    def replacing_time_of(self, *modules: ModuleType | Any) -> Iterator[FakeClock]:
+    def replacing_time_of(self, *modules: ModuleType) -> Iterator[FakeClock]:
         """Have these modules, which import `time`, read this clock in the block."""
         with contextlib.ExitStack() as stack:
             for module in modules:
