@@ -22,11 +22,11 @@ import ddpopt.backend
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
-from tests.support.beside import compiled
+from tests.support.beside import Beside, compiled
 from tests.support.buckets import rebuilt_buckets
 from tests.support.cuts import assert_as_planned, only_cut
 from tests.support.logs import logged
-from tests.support.models import MLP, WIDTH, assert_equal_states, batches, train, twins
+from tests.support.models import MLP, WIDTH, batches, train, twins
 from tests.support.on_ranks import on_ranks
 from tests.support.registration import uninstall
 
@@ -53,7 +53,7 @@ def test_the_backend_is_found_without_an_import() -> None:
 @pytest.mark.quick("0.03")
 @pytest.mark.parametrize("cap_mb", [CAP, 25])
 def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb: float) -> None:
-    """It does for a graph that is cut, and for one that is not.
+    """The line comes for a graph that is cut, and for one that is not.
 
     Exceptions of Python 3.10 have no notes: it is a warning there.
     """
@@ -72,7 +72,7 @@ def test_without_a_compiler_the_last_line_says_what_to_do(one_rank: None, cap_mb
 @pytest.mark.parametrize("kind", ["plain", "fully_shard", "DDP"])
 @on_ranks(2)
 def test_ranks_that_train_without_ddp_are_warned_once(kind: str) -> None:
-    """Nothing would tell them that their gradients stay apart; an evaluation has none."""
+    """Such ranks would not notice that their gradients stay apart; an evaluation has none."""
     ddpopt.backend._warn_of_ranks.cache_clear()
     with logged("warning") as warnings:
         for _ in range(2):
@@ -93,20 +93,15 @@ def test_ranks_that_train_without_ddp_are_warned_once(kind: str) -> None:
     assert all("Wrap the model in DistributedDataParallel" in text for text in warnings)
 
 
-@pytest.mark.quick("eager")
+@pytest.mark.quick("torch.compile(DDP(m))-eager", "DDP(torch.compile(m))-eager")
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(one_rank: None, inner: str) -> None:
-    """They are `torch.compile(DDP(m))` and `DDP(torch.compile(m))`."""
-    eager, outer = twins(MLP(), bucket_cap_mb=CAP)
-    model = MLP()
-    model.load_state_dict(eager.module.state_dict())
-    within = DistributedDataParallel(compiled(model, inner=inner), bucket_cap_mb=CAP)
-    inputs = batches(0, [(2, WIDTH)] * 4)
-    expected = train(eager, inputs)
-    assert_equal_states(train(outer, inputs, compiled(outer, inner=inner)), expected)
-    actual = {k.replace("_orig_mod.", ""): v for k, v in train(within, inputs).items()}
-    assert_equal_states(actual, expected)
-    assert len(only_cut(outer).sections) == len(only_cut(within).sections) == 3
+@pytest.mark.parametrize("way", ["torch.compile(DDP(m))", "DDP(torch.compile(m))"])
+def test_both_ways_of_wrapping_split_and_train_like_eager_ddp(
+    one_rank: None, way: str, inner: str
+) -> None:
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": CAP}, way=way, inner=inner)
+    beside.train(batches(0, [(2, WIDTH)] * 4))
+    assert beside.num_sections == 3
 
 
 def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
@@ -117,42 +112,33 @@ def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
     assert planned == rebuilt_buckets(ddp)
 
 
-@pytest.mark.quick("<lambda>-options0-Reason.ONE_BUCKET")
+@pytest.mark.quick("ONE_BUCKET")
 @pytest.mark.parametrize(
-    ("make", "options", "reason"),
-    [
-        (lambda: DistributedDataParallel(MLP()), {}, Reason.ONE_BUCKET),
-        (
-            lambda: DistributedDataParallel(MLP(), bucket_cap_mb=CAP),
-            {"enabled": False},
-            Reason.DISABLED,
-        ),
-    ],
+    ("cap_mb", "options", "reason"),
+    [(25, {}, Reason.ONE_BUCKET), (CAP, {"enabled": False}, Reason.DISABLED)],
+    ids=["ONE_BUCKET", "DISABLED"],
 )
-def test_what_needs_no_cut_goes_whole_to_the_inner_compiler(
-    one_rank: None,
-    caplog: pytest.LogCaptureFixture,
-    make: Any,
-    options: dict[str, Any],
-    reason: Reason,
+def test_one_bucket_and_a_disabled_split_are_compiled_whole_in_one_call(
+    one_rank: None, cap_mb: float, options: dict[str, Any], reason: Reason
 ) -> None:
-    """It goes in one call, and without a warning."""
+    """The whole graph goes in one call, and without a warning."""
     num_inputs_of_calls: list[int] = []
 
     def inner(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         num_inputs_of_calls.append(len(example_inputs))
         return gm.forward
 
-    ddp = make()
-    train(ddp, batches(0, [(2, WIDTH)] * 2), compiled(ddp, inner=inner, **options))
+    ddp = DistributedDataParallel(MLP(), bucket_cap_mb=cap_mb)
+    with logged("warning") as warnings:
+        train(ddp, batches(0, [(2, WIDTH)] * 2), compiled(ddp, inner=inner, **options))
     num_parameters = len(list(ddp.parameters()))
     assert num_inputs_of_calls == [num_parameters + 1]
     assert only_cut(ddp).fallback is reason
-    assert not [r for r in caplog.records if r.levelname == "WARNING" and "ddpopt" in r.name]
+    assert not warnings
 
 
 def test_without_gradients_the_graph_goes_whole(one_rank: None) -> None:
-    """Such is the graph under no_grad; the training graph beside it is split."""
+    """A graph under no_grad has no gradients; the training graph beside it is split."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP)
     run = compiled(ddp)
     with torch.no_grad():
@@ -185,14 +171,13 @@ def test_without_ddp_the_graph_goes_whole() -> None:
 def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_difference(
     one_rank: None,
 ) -> None:
-    """It stands in many programs, as a workaround. The flag is left as it is."""
-    eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
-    inputs = [_x() for _ in range(4)]
+    """The flag stands in many programs, as a workaround, and is left as it is."""
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": CAP})
     with torch._dynamo.config.patch(optimize_ddp=False), logged("warning") as warnings:
-        assert_equal_states(train(ddp, inputs, compiled(ddp)), train(eager, inputs))
+        beside.train(_x() for _ in range(4))
         assert torch._dynamo.config.optimize_ddp is False
-    assert len(only_cut(ddp).sections) > 1
-    assert_as_planned(ddp)
+    assert beside.num_sections > 1
+    assert_as_planned(beside.ddp)
     assert not warnings
 
 
@@ -204,7 +189,7 @@ def test_optimize_ddp_false_which_turns_off_the_in_tree_optimizer_makes_no_diffe
         ({"compiled_autograd": True}, "compiled_autograd = False"),
     ],
 )
-def test_modes_that_bypass_the_reducer_are_refused(
+def test_python_reducer_and_compiled_autograd_are_refused(
     one_rank: None, flags: dict[str, Any], remedy: str
 ) -> None:
     """The error says which flag to set."""
@@ -235,10 +220,10 @@ def test_modes_that_bypass_the_reducer_are_refused(
     ],
 )
 @on_ranks(2)
-def test_a_backward_that_would_be_traced_is_refused(
+def test_trace_autograd_ops_is_refused_where_a_compiled_function_calls_ddp(
     rank: int, backend: str, way: str, outcome: str
 ) -> None:
-    """It would be where a compiled function calls DDP; other backends drop it without a word."""
+    """Dynamo traces it where a compiled function calls DDP; other backends drop it silently."""
     is_ours = backend == "ddpopt"
     options = {"backend": backend, **({"options": {"inner": "aot_eager"}} if is_ours else {})}
     eager, ddp = twins(MLP(), **({"bucket_cap_mb": CAP} if is_ours else {}))
@@ -275,11 +260,9 @@ def test_gradients_that_a_forward_computes_are_no_reason_to_refuse(one_rank: Non
             energy = super().forward(x).sum()
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
-    eager, ddp = twins(Forces(), bucket_cap_mb=CAP)
-    inputs = [x.requires_grad_() for x in batches(0, [(2, WIDTH)] * 3)]
+    beside = Beside(Forces(), ddp_options={"bucket_cap_mb": CAP})
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        trained = train(ddp, inputs, compiled(ddp))
-    assert_equal_states(trained, train(eager, inputs))
+        beside.train(x.requires_grad_() for x in batches(0, [(2, WIDTH)] * 3))
 
 
 def _in_tree_sections(model: MLP) -> int:
@@ -296,7 +279,7 @@ def _in_tree_sections(model: MLP) -> int:
 
 
 def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
-    """They do before and after ddpopt was used in the process; and no torch flag changes."""
+    """The optimizer is there before and after ddpopt was used, and no flag of torch changes."""
     flags = torch._dynamo.config.get_config_copy()
     uninstall()
     untouched = _in_tree_sections(MLP(width=512))
@@ -312,7 +295,7 @@ def test_other_backends_keep_the_in_tree_optimizer(one_rank: None) -> None:
 
 
 def test_the_class_in_place_of_torchs_optimizer_is_transparent() -> None:
-    """Others can construct, subclass and read it."""
+    """Other code can construct, subclass and read that class."""
     replaced = in_tree.DDPOptimizer
     assert replaced.__module__ == in_tree.__name__
     assert "DDP" in replaced.__doc__
@@ -333,7 +316,7 @@ def test_a_partial_of_the_backend_gets_the_whole_graph(one_rank: None) -> None:
     assert len(only_cut(ddp).sections) == 3
 
 
-def test_the_take_over_is_idempotent_and_removable() -> None:
+def test_the_backend_replaces_torchs_optimizer_once_and_can_give_it_back() -> None:
     """Installed twice it is there once; removed, torch's own class is back."""
     uninstall()
     original = in_tree.DDPOptimizer
@@ -351,17 +334,16 @@ def test_the_take_over_is_idempotent_and_removable() -> None:
 @pytest.mark.parametrize(
     "cap_options", [{"bucket_cap_mb": 0.001}, {"bucket_cap_mb_list": [0.02, 0.05]}]
 )
-def test_caps_below_one_mib_and_lists_work(one_rank: None, cap_options: dict[str, Any]) -> None:
-    """The in-tree optimizer stops with an AssertionError at the first."""
-    eager, ddp = twins(MLP(), **cap_options)
-    inputs = batches(0, [(2, WIDTH)] * 3)
-    assert_equal_states(train(ddp, inputs, compiled(ddp)), train(eager, inputs))
-    assert len(only_cut(ddp).sections) > 1
-
-
-def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
-    one_rank: None, caplog: pytest.LogCaptureFixture
+def test_bucket_caps_below_one_mib_and_lists_of_caps_are_kept(
+    one_rank: None, cap_options: dict[str, Any]
 ) -> None:
+    """The in-tree optimizer stops with an AssertionError at a cap below one MiB."""
+    beside = Beside(MLP(), ddp_options=cap_options)
+    beside.train(batches(0, [(2, WIDTH)] * 3))
+    assert beside.num_sections > 1
+
+
+def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(one_rank: None) -> None:
     """In this one a value and a view of it are made at the start, and written to at the end.
 
     AOTAutograd makes no writes of those, so what can be cut of its graphs is cut without a warning.
@@ -376,18 +358,15 @@ def test_a_graph_that_cannot_be_cut_is_compiled_whole_with_one_warning(
             made.add_(1)
             return x + made + view
 
-    def warnings() -> list[str]:
-        records = [r for r in caplog.records if "ddpopt" in r.name]
-        return [r.getMessage() for r in records if r.levelname == "WARNING"]
-
     ddp = DistributedDataParallel(Uncuttable(), bucket_cap_mb=CAP)
-    compiled(ddp)(_x()).sum().backward()
-    assert len(only_cut(ddp).sections) == 3
-    assert not warnings()
-    torch._dynamo.reset()
-    compiled(ddp, split="forward")(_x()).sum().backward()
+    with logged("warning") as warnings:
+        compiled(ddp)(_x()).sum().backward()
+        assert len(only_cut(ddp).sections) == 3
+        assert not warnings
+        torch._dynamo.reset()
+        compiled(ddp, split="forward")(_x()).sum().backward()
     assert only_cut(ddp).fallback is Reason.NO_LEGAL_CUT
-    assert len([text for text in warnings() if Reason.NO_LEGAL_CUT.value in text]) == 1
+    assert len([text for text in warnings if Reason.NO_LEGAL_CUT.value in text]) == 1
 
 
 @pytest.mark.quick("make_section_graphs-options0-Reason.BACKWARD_FAILED")
@@ -416,9 +395,8 @@ def test_an_error_while_splitting_costs_overlap_not_training(
         raise error("u0")
 
     monkeypatch.setattr(compiler, failing, broken)
-    eager, ddp = twins(MLP(), bucket_cap_mb=CAP)
-    inputs = batches(0, [(2, WIDTH)] * 2)
-    assert_equal_states(train(ddp, inputs, compiled(ddp, **options)), train(eager, inputs))
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": CAP}, **options)
+    beside.train(batches(0, [(2, WIDTH)] * 2))
     (record,) = [r for r in caplog.records if reason.value in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "u0" in record.getMessage()
@@ -446,15 +424,15 @@ def test_a_graph_that_takes_the_place_of_several_is_split(
     one_rank: None, computes_before: bool
 ) -> None:
     """Graphs that only the first forward ran are no reason to leave it whole."""
-    _, ddp = twins(_PreparedOnce(computes_before), bucket_cap_mb=CAP)
-    train(ddp, batches(0, [(2, WIDTH)] * 3), compiled(ddp))
-    *_, later = ddpopt.explain(ddp).cuts
+    beside = Beside(_PreparedOnce(computes_before), ddp_options={"bucket_cap_mb": CAP})
+    beside.train(batches(0, [(2, WIDTH)] * 3))
+    *_, later = beside.cuts
     assert later.graph.endswith("/1")
     assert len(later.sections) == 3, later.headline()
 
 
 def test_a_float_argument_does_not_recompile_at_each_value(one_rank: None) -> None:
-    """It does as often as unsplit: with the first value, and once for all others."""
+    """A graph is compiled as often as unsplit: with the first value, and once for all others."""
 
     class Scaled(MLP):
         def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -496,7 +474,7 @@ def test_each_reset_forgets_the_cuts(one_rank: None) -> None:
 
 
 def test_what_compiling_a_whole_graph_raises_is_raised_as_it_is(one_rank: None) -> None:
-    """It is raised once, with no error of ddpopt's behind it: one bucket leaves nothing to cut."""
+    """The error is raised once, with none of ddpopt's behind it."""
     calls = []
 
     def failing(gm: Any, _inputs: Any) -> Any:

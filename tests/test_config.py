@@ -14,7 +14,7 @@ from ddpopt import config
 
 
 def test_patch_sets_and_restores() -> None:
-    """It is a context manager and a decorator, and restores also when the body raises."""
+    """`patch` is a context manager and a decorator, and restores also when the body raises."""
 
     @config.patch(enabled=False)
     def decorated() -> bool:

@@ -61,7 +61,7 @@ def _files() -> list[tuple[str, Path]]:
 
 
 def test_modules_import_only_the_layers_below_them() -> None:
-    """They import modules of their own room, too."""
+    """Modules of the same room may be imported, too."""
     for layer, path in _files():
         below = set(LAYERS[: LAYERS.index(layer) + 1])
         imported = {name.split(".")[1] for name in _imports(path) if name.startswith("ddpopt.")}

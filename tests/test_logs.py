@@ -83,7 +83,7 @@ def _run(prelude: str = "", options: dict[str, str] | None = None, **environment
     ],
 )
 def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> None:
-    """They have the cap, the bytes and parameters of each bucket, and the nodes of each section."""
+    """Logs have the cap, the bytes and parameters of each bucket, and the nodes of each section."""
     text = _run(TORCH_LOGS=name)
     assert text.count(BOUNDARIES) == 1
     for part in (
@@ -99,7 +99,7 @@ def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> N
 
 @pytest.mark.slow
 def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
-    """These are the original, its backward, and each section's."""
+    """The graphs are the original, its backward, and each section's."""
     text = _run(TORCH_LOGS="ddp_graphs")
     sections = [f"backward_section_{k}" for k in range(3)]
     for name in ("original", "original_backward", *sections):
@@ -117,7 +117,7 @@ def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "count"), [("0", 3), ("1", 0)])
 def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count: int) -> None:
-    """There is a line for each section, since here none is too soon after the one before."""
+    """A section has a line, since here none is too soon after the one before."""
     text = _run(QUIET_S.format(-1), RANK=rank)
     lines = re.findall(r"^ddpopt: graph \S+: compiling section (\d) of 3, ", text, re.MULTILINE)
     assert lines == [str(k + 1) for k in range(count)]
@@ -130,7 +130,7 @@ def test_rank_0_tells_of_a_long_compile_where_stderr_is_a_pipe(rank: str, count:
 def test_rank_0_logs_its_plans_once_and_the_others_do_where_that_is_asked_for(
     rank: int, is_warmed_up: bool, names: str, num_plans: list[int]
 ) -> None:
-    """They log them whether the first step or `warmup` compiles."""
+    """Plans are logged whether the first step or `warmup` compiles."""
     run = compiled(DistributedDataParallel(MLP(), bucket_cap_mb=0.0316))
     inputs = batches(rank, [(2, 64)] * 2)
     lines: list[str] = []
@@ -157,7 +157,7 @@ def test_rank_0_logs_its_plans_once_and_the_others_do_where_that_is_asked_for(
 def test_the_structured_trace_holds_the_split_graphs(
     tmp_path: Path, options: dict[str, str], prefix: str, num_stitched: int
 ) -> None:
-    """They have the names that the in-tree optimizer uses, which tlparse knows."""
+    """Graphs have the names that the in-tree optimizer uses, which tlparse knows."""
     _run(options=options, TORCH_TRACE=str(tmp_path))
     lines = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     entries = [json.loads(ln[ln.index("{") :]) for ln in lines if '"optimize_ddp_split_' in ln]

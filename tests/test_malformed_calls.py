@@ -116,7 +116,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
 def test_an_error_names_what_was_given_and_is_short(
     one_rank: None, call: Callable[[], object], text: str
 ) -> None:
-    """It is one of ours, or a TypeError."""
+    """The error is one of ours, or a TypeError."""
     with pytest.raises((ddpopt.DDPOptError, TypeError)) as refused:
         call()
     message = str(refused.value)

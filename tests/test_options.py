@@ -50,20 +50,20 @@ def test_the_most_specific_setting_wins() -> None:
 def test_bad_input_names_the_value_and_what_is_valid(
     mode: str | None, options: dict[str, object] | None, message: str
 ) -> None:
-    """Each error can be acted on without reading the source."""
+    """An error can be acted on without reading the source."""
     with pytest.raises(OptionError, match=message):
         resolve_options(mode, options)
 
 
 def test_modes_and_other_options_reach_inductor() -> None:
-    """They become Inductor's config patches, as torch.compile makes them."""
+    """Options become Inductor's config patches, as torch.compile makes them."""
     resolved = resolve_options("max-autotune-no-cudagraphs", {"epilogue_fusion": False})
     assert resolved.inner.config["max_autotune"] is True
     assert resolved.inner.config["epilogue_fusion"] is False
 
 
 def test_a_callable_is_an_inner_compiler(one_rank: None) -> None:
-    """It gets each section with example inputs, and what it returns runs."""
+    """The callable gets each section with example inputs; what it returns runs."""
     seen: list[int] = []
 
     def count_nodes(gm: fx.GraphModule, example_inputs: list[object]) -> object:

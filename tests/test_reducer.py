@@ -61,7 +61,7 @@ def _gradients(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[bool], list[in
 def test_buckets_equal_those_of_the_reducers_own_function(
     case: tuple[list[torch.Tensor], list[bool], list[int], bool],
 ) -> None:
-    """They are in arrival and in registration order, with dtypes, sparse gradients and caps."""
+    """Orders are those of arrival and of registration, with dtypes, sparse gradients and caps."""
     tensors, sparse, caps, is_rebuilt = case
     parameters = [_parameter(i, t, s) for i, (t, s) in enumerate(zip(tensors, sparse, strict=True))]
     arrival = list(reversed(parameters)) if is_rebuilt else parameters
@@ -85,7 +85,7 @@ def test_buckets_equal_those_of_the_reducers_own_function(
     ids=str,
 )
 def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, options: dict) -> None:
-    """They give the buckets that DDP reports after its rebuild, with the same members and order."""
+    """Both give the buckets that DDP reports after its rebuild, with equal members and order."""
     ddp = DistributedDataParallel(MLP(depth=20), **options)
     train(ddp, batches(0, [(2, 64)] * 3))
     parameters = list(_torch.reducer_parameters(ddp).values())
@@ -100,7 +100,7 @@ def test_parameters_and_rules_are_those_of_a_live_reducer(one_rank: None, option
 def test_a_parameter_is_misplaced_where_it_is_reduced_with_others_or_out_of_turn(
     planned_order: list[int], actual_order: list[int], data: st.DataObject
 ) -> None:
-    """One is named if, and only if, the buckets group or order the graph's parameters differently.
+    """A parameter is named only if buckets group or order the graph's parameters differently.
 
     The graph has a part of all parameters; how the others are grouped makes no difference.
     """

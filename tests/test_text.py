@@ -28,7 +28,7 @@ def test_what_utf8_cannot_express_is_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_target", [True, False])
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path, has_target: bool) -> None:
-    """It is not followed to a file, and not to where one would be made."""
+    """A link is not followed to a file, nor to where one would be made."""
     precious, path = tmp_path / "precious", tmp_path / "x"
     if has_target:
         precious.write_text("precious")
@@ -79,7 +79,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_is_its_users_alone_and_nobody_elses(tmp_path: Path) -> None:
-    """It gets another name where anything has its name, a link that leads nowhere included."""
+    """The folder gets another name where anything has its name, a dangling link included."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     first, second, third = (new_folder(tmp_path, name) for name in ("new", "new", "link"))
     assert first.name == "new"

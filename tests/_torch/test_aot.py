@@ -53,7 +53,7 @@ def test_complex_values_are_found_wherever_they_are(name: str) -> None:
 def test_inductor_neither_writes_in_place_nor_reorders_where_values_are_complex(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the user has disabled stays so, and what he has set is so again afterwards."""
+    """A flag that the user has set is so again afterwards; one that is off stays off."""
     settings = []
 
     def compile_nothing(_graph: Any, _inputs: Any, **_options: Any) -> None:

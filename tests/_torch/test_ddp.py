@@ -174,7 +174,7 @@ def test_a_new_reducer_and_a_compiled_copy_have_the_same_numbers_and_names(one_r
 
 
 def test_numbers_that_are_not_the_reducers_are_an_error_where_they_meet(one_rank: None) -> None:
-    """They meet where DDP's log has buckets by number, and the Reducer has their tensors."""
+    """The numbers meet where DDP's log has buckets by number, and the Reducer has their tensors."""
     ddp = DistributedDataParallel(_Mixed(), **STATIC)
     ddp._module_parameters.reverse()
     with pytest.MonkeyPatch.context() as patch:
@@ -277,7 +277,7 @@ HOOKS: dict[str, tuple[Any, bool]] = {
 @pytest.mark.quick("method")
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_comm_hooks_state_is_found_in_its_object_or_closure(one_rank: None, name: str) -> None:
-    """It may be kept by bucket, so that a search leaves the buckets alone."""
+    """A state may be kept by bucket, so a search leaves the buckets alone."""
     hook, is_stateful = HOOKS[name]
     ddp = DistributedDataParallel(MLP())
     ddp.register_comm_hook(None, hook)

@@ -6,7 +6,6 @@ import contextvars
 import copy
 import importlib
 import inspect
-import itertools
 import subprocess
 import sys
 import threading
@@ -33,6 +32,7 @@ from ddpopt.planning import AllreduceCost, rebucket, tuner
 from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
 from tests.support.beside import compiled
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches
 from tests.support.on_ranks import on_ranks
 from tests.support.registration import uninstall
@@ -114,7 +114,7 @@ def test_dynamo_skips_every_function_but_those_that_it_is_to_see(one_rank: None)
 
 
 def test_a_users_function_that_ours_calls_is_compiled(one_rank: None) -> None:
-    """It has a graph between the two around our function."""
+    """The user's function has a graph between the two around our function."""
     function = _torch.calls_users_code(_function_in(ROOT / "backend.py"))
     assert _graphs_around(function) == 3
 
@@ -399,7 +399,7 @@ def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> 
     ids=lambda algorithm: algorithm.name,
 )
 def test_an_attached_algorithm_adds_no_graph_or_break(rank: int, algorithm: Any) -> None:
-    """Its hooks break the graph where they stand, with any backend, and are not compiled."""
+    """An algorithm's hooks break the graph where they stand, with any backend, uncompiled."""
     assert _compare(rank, _plain, algorithm) == ""
 
 
@@ -409,8 +409,6 @@ def test_an_attached_algorithm_adds_no_graph_or_break(rank: int, algorithm: Any)
 def test_a_search_for_buckets_measures_steps_and_no_compiles(rank: int, name: str) -> None:
     """Backward sections run as they are before and after it, and nothing is compiled anew."""
     train = _PROGRAMS[name]
-    readings = itertools.count()
-    clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     slow = AllreduceCost(startup_s=1e-5, s_per_byte=8e-8)
     outcome = "no search"
 
@@ -422,7 +420,7 @@ def test_a_search_for_buckets_measures_steps_and_no_compiles(rank: int, name: st
 
     with (
         mock.patch.object(tuner, "calibrate", return_value=slow),
-        mock.patch.object(clocks, "time", clock),
+        FakeClock(tick_s=1e-3).replacing_time_of(clocks),
     ):
         counts, states = _count(rank, tune, False, num_steps=20, cap_mb=1, buckets="auto")
     stocks, expected = _count(rank, train, True, num_steps=20, cap_mb=1)
@@ -457,7 +455,7 @@ def test_an_optimizers_closure_is_compiled_where_its_step_is_called(one_rank: No
 
 
 def test_a_replicas_function_is_compiled_with_the_module_that_it_calls(one_rank: None) -> None:
-    """That holds with one device, and where a compiled function calls `DataParallel`."""
+    """One device is enough, and a compiled function may call `DataParallel`."""
     for devices, num_graphs in ((["cpu"], 1), (["cpu", "cpu"], 1)):
         torch._dynamo.reset()
         counter = CompileCounter()

@@ -94,7 +94,7 @@ def _keys_of_metadata(node: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_private_names_are_touched_by_their_rows_alone(path: Path) -> None:
-    """There is no underscored attribute of another's object or such import, also as a string."""
+    """No underscored attribute of another's object is read or imported, also as a string."""
     assert _goes_past(ast.parse(path.read_text())) == []
 
 
@@ -139,7 +139,7 @@ def test_no_private_name_is_touched_outside_the_room(path: Path) -> None:
     ],
 )
 def test_every_way_to_touch_a_name_outside_is_detected(text: str, name: str) -> None:
-    """Each is planted into a module that touches none."""
+    """Each way is planted into a module that touches no private name."""
     module = (
         "class Cut:\n    _kept = 1\n    def get(self): return self._kept, vars(self)['_kept']\n"
     )
@@ -169,7 +169,7 @@ def test_each_row_is_used_and_no_two_are_of_one_name() -> None:
 def test_a_name_that_is_not_there_is_neither_read_nor_made(
     row: PrivateName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row raises TorchDriftError with its name, and its owner stays as it was."""
+    """A row raises TorchDriftError with its name; the object that lacks it stays as it was."""
     owner = types.SimpleNamespace()
     if row.is_global:
         monkeypatch.setitem(sys.modules, row.owner, owner)

@@ -39,7 +39,7 @@ def test_reducer_parameters_leave_out_what_ddp_leaves_out(one_rank: None) -> Non
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_reducer_parameters_stay_when_others_are_frozen(one_rank: None, is_sparse: bool) -> None:
-    """They are those that required gradients when DDP was made; one may have a sparse one."""
+    """Reducer parameters required gradients when DDP was made; a gradient may be sparse."""
     model = nn.Sequential(nn.Embedding(4, 4, sparse=is_sparse), nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].requires_grad_(False)
     ddp = DistributedDataParallel(model)

@@ -95,7 +95,7 @@ def test_a_backward_ends_after_ddp_has_reduced(one_rank: None) -> None:
 
 
 def test_autocast_is_off_where_it_was_switched_off() -> None:
-    """It is off as around AOTAutograd's backward, and on again after that."""
+    """Autocast is off as around AOTAutograd's backward, and on again after that."""
     x = torch.ones(2, 2)
     assert not _torch.is_autocast_on()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -115,5 +115,5 @@ def test_a_graph_without_inputs_has_no_values_and_is_no_drift(one_rank: None) ->
 def test_training_goes_on_without_what_inductor_reads(
     one_rank: None, row: PrivateText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are texts that Inductor alone reads or takes."""
+    """The rows are texts that Inductor alone reads or takes."""
     _check_training(row, WITH_INDUCTOR[row], "inductor", monkeypatch)

@@ -33,13 +33,13 @@ def test_tolerances_go_from_fine_to_coarse() -> None:
 def test_an_error_is_relative_to_the_largest_element(
     actual: list[float], expected: list[float], error: float
 ) -> None:
-    """It is infinite where shapes or non-finite elements differ."""
+    """The error is infinite where shapes or non-finite elements differ."""
     computed = relative_error(torch.tensor(actual), torch.tensor(expected))
     assert computed == pytest.approx(error, abs=1e-6)
 
 
 def test_missing_gradients_and_dtypes_count() -> None:
-    """None is equal to None alone, float16 to float16 alone; a floor bounds what is small."""
+    """A missing gradient equals a missing one alone, float16 float16 alone; a floor counts too."""
     one = torch.ones(1)
     assert relative_error(None, None) == 0
     assert relative_error(one, None) == relative_error(None, one) == math.inf

@@ -22,28 +22,18 @@ from ddpopt.checks.verify import verify
 from ddpopt.errors import DDPMode, VerificationError
 from ddpopt.planning.batch import tensors_of
 from ddpopt.split import state
+from tests.support.beside import Beside, arguments_for, compiled
 from tests.support.logs import logged
-from tests.support.models import (
-    MLP,
-    WAYS,
-    Blocks,
-    assert_equal_states,
-    batches,
-    state_of,
-    train,
-    twins,
-)
-from tests.support.ranks import Ranks
+from tests.support.models import MLP, WAYS, Blocks, assert_equal_states, batches, state_of
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.releases import needs_delayed_parameters
 from tests.support.wrong_compiler import scale_a_gradient
 
-CAP_MB = 0.03
+CAPS = {"bucket_cap_mb": 0.03}
 
 
-def _compiled(module: nn.Module) -> Any:
-    ddp = DistributedDataParallel(module, bucket_cap_mb=CAP_MB)
-    options = {"inner": "aot_eager", "split": "backward"}
-    return torch.compile(ddp, backend="ddpopt", options=options)
+def _compiled(module: nn.Module, **options: Any) -> Any:
+    return compiled(DistributedDataParallel(module, **CAPS), **options)
 
 
 class _OwnForward(DistributedDataParallel):
@@ -65,7 +55,7 @@ def test_the_flag_verifies_where_ddps_forward_is_another(one_rank: None, is_wrap
     def wrapped(*inputs: Any, **kwargs: Any) -> Any:
         return forward(*inputs, **kwargs)
 
-    model = torch.compile(kind(MLP()), backend="ddpopt", options={"inner": scale_a_gradient})
+    model = compiled(kind(MLP()), inner=scale_a_gradient)
     with (
         mock.patch.object(DistributedDataParallel, "forward", wrapped if is_wrapped else forward),
         config.patch(verify=True),
@@ -74,54 +64,33 @@ def test_the_flag_verifies_where_ddps_forward_is_another(one_rank: None, is_wrap
         model(torch.ones(8, 64)).sum().backward()
 
 
-def _train_verified(rank: int, is_outer: bool, is_broken: bool) -> str:
-    """Train with `config.verify`; return the error, "" if it trains as eager does."""
-    torch.manual_seed(0)
-    inner = scale_a_gradient if is_broken and rank == 0 else "aot_eager"
-    options = {"backend": "ddpopt", "options": {"inner": inner}}
-    module = MLP()
-    ddp, expected = twins(module, bucket_cap_mb=CAP_MB)
-    if is_outer:
-        model = torch.compile(ddp, **options)
-    else:
-        model = ddp = DistributedDataParallel(
-            torch.compile(copy.deepcopy(module), **options), bucket_cap_mb=CAP_MB
-        )
+@on_ranks(2)
+@pytest.mark.quick("torch.compile(DDP(m))")
+@pytest.mark.parametrize("way", list(WAYS)[:2])
+def test_the_flag_verifies_before_the_first_step(rank: int, way: str) -> None:
+    """Right code trains on; wrong code on one rank stops all with one error, before any step."""
     inputs = batches(rank, [(8, 64)] * 3)
     with config.patch(verify=True), logged("warning") as lines:
-        try:
-            compiled = train(ddp, inputs, model)
-        except VerificationError as error:
-            assert all(p.grad is None for p in ddp.parameters())
-            return str(error)
-    assert not lines
-    compiled = {name.replace("_orig_mod.", ""): value for name, value in compiled.items()}
-    assert_equal_states(compiled, train(expected, inputs))
-    return ""
+        Beside(MLP(), ddp_options=CAPS, way=way).train(inputs)
+        assert not lines
+        torch._dynamo.reset()
+        inner = scale_a_gradient if rank == 0 else "aot_eager"
+        wrong = Beside(MLP(), ddp_options=CAPS, way=way, inner=inner)
+        with pytest.raises(VerificationError) as caught:
+            wrong.train(inputs)
+    assert all(p.grad is None for p in wrong.ddp.parameters())
+    assert len(set(gather(str(caught.value)))) == 1
 
 
-@pytest.mark.quick("True")
-@pytest.mark.parametrize("is_outer", [True, False])
-def test_the_flag_verifies_before_the_first_step(ranks: Ranks, is_outer: bool) -> None:
-    """Right code trains on; wrong code on one rank stops all with one error, before any step."""
-    assert ranks.run(_train_verified, is_outer, False) == ["", ""]
-    first, second = ranks.run(_train_verified, is_outer, True)
-    assert first == second
-    assert "verification FAILED" in first
-    assert "training was stopped before its first step" in first
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_flag_verifies_a_model_once_and_leaves_others_alone() -> None:
+def test_the_flag_verifies_a_model_once_and_leaves_others_alone(one_rank: None) -> None:
     """Neither eager DDP nor an evaluation is verified."""
-    ddp, other = twins(MLP(), bucket_cap_mb=CAP_MB)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    eager, model = DistributedDataParallel(MLP(), **CAPS), _compiled(MLP())
     x = torch.randn(8, 64)
     with (
         config.patch(verify=True),
         mock.patch("ddpopt.checks.first_step.verify", side_effect=verify) as calls,
     ):
-        other(x).sum().backward()
+        eager(x).sum().backward()
         with torch.no_grad():
             model(x)
         assert not calls.called
@@ -136,13 +105,15 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.quick("None-DDP")
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("what", AROUND)
-@pytest.mark.parametrize("dynamic", [None, False, True])
-def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool | None) -> None:
+@pytest.mark.quick("DDP-None")
+@pytest.mark.parametrize(
+    ("what", "dynamic"), [("DDP", None), ("DDP", False), ("DDP", True), ("a function", True)]
+)
+def test_the_flag_verifies_the_code_that_training_runs(
+    one_rank: None, what: str, dynamic: bool | None
+) -> None:
     """Training compiles nothing after it, whatever is compiled around DDP, as dynamic or not."""
-    (ddp, _), x = twins(MLP(), bucket_cap_mb=CAP_MB), torch.randn(8, 64)
+    ddp, x = DistributedDataParallel(MLP(), **CAPS), torch.randn(8, 64)
     num_graphs = []
 
     def counting(*args: Any) -> Any:
@@ -150,8 +121,7 @@ def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool 
         num_graphs.append(counters["stats"]["unique_graphs"])
         return verdict
 
-    options = {"backend": "ddpopt", "options": {"inner": "aot_eager"}, "dynamic": dynamic}
-    model = AROUND[what](ddp, **options)
+    model = AROUND[what](ddp, **arguments_for(dynamic=dynamic))
     with (
         config.patch(verify=True),
         mock.patch("ddpopt.checks.first_step.verify", counting),
@@ -166,19 +136,15 @@ def test_the_flag_verifies_the_code_that_training_runs(what: str, dynamic: bool 
 
 
 @pytest.mark.quick("DDP")
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("what", AROUND)
-def test_the_flag_finds_wrong_code_before_the_first_backward(what: str) -> None:
-    """It does so whether DDP or a function around it is compiled."""
-    ddp, _ = twins(MLP(), bucket_cap_mb=CAP_MB)
-    model = AROUND[what](ddp, backend="ddpopt", options={"inner": scale_a_gradient})
+def test_the_flag_finds_wrong_code_before_the_first_backward(one_rank: None, what: str) -> None:
+    ddp = DistributedDataParallel(MLP(), **CAPS)
+    model = AROUND[what](ddp, **arguments_for(inner=scale_a_gradient))
     with config.patch(verify=True), pytest.raises(VerificationError):
         model(torch.ones(8, 64))
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_the_flag_gets_all_arguments() -> None:
-    """It gets those that are given by position, and those by keyword."""
+def test_the_flag_gets_arguments_by_position_and_by_keyword(one_rank: None) -> None:
     model = _compiled(Scaled())
     seen = []
 
@@ -204,33 +170,25 @@ def _delayed(module: nn.Module) -> dict[str, Any]:
     return {"delay_all_reduce_named_params": named[:2], "param_to_hook_all_reduce": named[-1][1]}
 
 
+@on_ranks(2)
 @pytest.mark.quick("torch.compile(DDP(m))")
 @needs_delayed_parameters
 @pytest.mark.parametrize("way", WAYS)
-def test_the_flag_names_the_mode_in_which_it_cannot_verify(ranks: Ranks, way: str) -> None:
+def test_the_flag_names_the_mode_in_which_it_cannot_verify(rank: int, way: str) -> None:
     """Each rank is warned once for each module, and trains as without the flag."""
-    for lines, is_right in ranks.run(_train_delayed, way):
-        assert is_right
-        assert len(lines) == 1, lines
-        assert f"cannot be rehearsed: {DDPMode.DELAYED_PARAMETERS.value}" in lines[0]
-        assert "to verify it, train without that mode" in lines[0]
-
-
-def _train_delayed(rank: int, way: str) -> tuple[list[str], bool]:
     module = Blocks()
     eager = copy.deepcopy(module)
-    options = {"backend": "ddpopt", "options": {"inner": "aot_eager"}}
-    caps = {"bucket_cap_mb": CAP_MB}
-    model = WAYS[way](module, lambda: options, {**caps, **_delayed(module)})
-    expected = DistributedDataParallel(eager, **caps, **_delayed(eager))
+    model = WAYS[way](module, arguments_for, {**CAPS, **_delayed(module)})
+    expected = DistributedDataParallel(eager, **CAPS, **_delayed(eager))
     with config.patch(verify=True), logged("warning") as lines:
         for x in batches(rank, [(8, 64)] * 3):
             model(x).square().mean().backward()
             expected(x).square().mean().backward()
     # Nobody waits for the delayed reduction, that of the first two.
-    pairs = list(zip(module.parameters(), eager.parameters(), strict=True))[2:]
-    is_right = all(torch.allclose(p.grad, reference.grad) for p, reference in pairs)
-    return [line for line in lines if line.startswith("ddpopt.config.verify")], is_right
+    for p, reference in list(zip(module.parameters(), eager.parameters(), strict=True))[2:]:
+        torch.testing.assert_close(p.grad, reference.grad)
+    (line,) = [line for line in lines if line.startswith("ddpopt.config.verify")]
+    assert DDPMode.DELAYED_PARAMETERS.value in line
 
 
 # ---- What the flag cannot verify does not end training ----------------------------------------
@@ -487,7 +445,7 @@ def _joined(rank: int, make: Make) -> dict[str, torch.Tensor]:
         return _steps(ddp, compiled, [batches(rank, [(8, 64)])] * (1 + rank))
 
 
-@torch.compile(backend="ddpopt", options={"inner": "aot_eager"})
+@torch.compile(**arguments_for())
 def _compiled_elsewhere(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module(x)
 
@@ -504,7 +462,7 @@ class CallingElsewhere(nn.Module):
 
 
 def _elsewhere(rank: int, make: Make) -> dict[str, torch.Tensor]:
-    ddp = DistributedDataParallel(CallingElsewhere(), bucket_cap_mb=CAP_MB)
+    ddp = DistributedDataParallel(CallingElsewhere(), **CAPS)
     return _steps(ddp, ddp, [batches(rank, [(8, 64)])] * 2)
 
 
@@ -565,14 +523,13 @@ WARNED = {
 }
 
 
-def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
+def _train_twice(rank: int, case: Any) -> tuple[int, list[str]]:
     """Train with the flag and without; return how often it verified, and what it warned of."""
-    case = VERIFIED.get(name) or WARNED[name][0]
     states, rng = [], []
     num_verified = 0
 
     def make(module: nn.Module) -> tuple[DistributedDataParallel, Any]:
-        model = _compiled(module)
+        model = _compiled(module, split="backward")
         return state.ddp_of(model), model
 
     def counting(*args: Any) -> Any:
@@ -596,33 +553,29 @@ def _train_twice(rank: int, name: str) -> tuple[int, list[str]]:
     return num_verified, [line for line in lines if line.startswith("ddpopt.config.verify")]
 
 
+@on_ranks(2)
 @pytest.mark.quick("inputs are no leaves")
 @pytest.mark.parametrize("name", VERIFIED)
-def test_the_flag_verifies_and_changes_nothing(ranks: Ranks, name: str) -> None:
+def test_the_flag_verifies_and_changes_nothing(rank: int, name: str) -> None:
     """Training with the flag is bitwise the one without it, and no warning is given."""
-    assert ranks.run(_train_twice, name) == [(1, []), (1, [])]
+    assert _train_twice(rank, VERIFIED[name]) == (1, [])
 
 
+@on_ranks(2)
 @pytest.mark.quick("a generator")
 @pytest.mark.parametrize("name", WARNED)
-def test_what_the_flag_cannot_verify_is_trained(ranks: Ranks, name: str) -> None:
-    """It is trained bitwise as without the flag; one warning on each rank says why, in a line."""
-    lines = [line for _, [line] in ranks.run(_train_twice, name)]
-    assert any(WARNED[name][1] in line for line in lines), lines
-    for line in lines:
-        assert "training goes on" in line
-        assert "\n" not in line
+def test_what_the_flag_cannot_verify_is_trained(rank: int, name: str) -> None:
+    """Training is bitwise as without the flag; one warning on each rank says why, in a line."""
+    case, why = WARNED[name]
+    _, (line,) = _train_twice(rank, case)
+    assert "\n" not in line
+    assert any(why in text for text in gather(line))
 
 
-def _train_unrepeatably(rank: int) -> list[str]:
-    ddp = DistributedDataParallel(Scaled(), bucket_cap_mb=CAP_MB)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "eager"}, dynamic=True)
+@on_ranks(2)
+def test_a_model_that_differs_from_itself_is_not_blamed_on_us(rank: int) -> None:
+    """Where eager gives something else the second time, compiled code may as well."""
+    model = _compiled(Scaled(), inner="eager", dynamic=True)
     with config.patch(verify=True), logged("warning") as lines:
         model(*batches(rank, [(8, 64)]), Counting()).sum().backward()
-    return lines
-
-
-def test_a_model_that_differs_from_itself_is_not_blamed_on_us(ranks: Ranks) -> None:
-    """Where eager gives something else the second time, compiled code may as well."""
-    for lines in ranks.run(_train_unrepeatably):
-        assert any("eager differs from itself" in line for line in lines), lines
+    assert any("eager differs from itself" in line for line in lines), lines

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.planning import AllreduceCost, Device, estimate
+from tests.support.beside import compiled
 from tests.support.models import batches
 from tests.support.on_ranks import on_ranks
 from tests.support.world import changes, world_of
@@ -109,13 +110,17 @@ def _record(model: nn.Module, x: torch.Tensor, loss: Any) -> None:
         pass
 
 
+def _verify(model: nn.Module, x: torch.Tensor, loss: Any) -> None:
+    assert ddpopt.verify(model, x, loss).passed
+
+
 def _plan(backend: str | None, model: nn.Module, x: torch.Tensor, loss: Any) -> None:
     ddpopt.plan(model, x, network=NETWORK, world_size=2, backend=backend, loss_fn=loss)
 
 
 CALLS: dict[str, Callable[[Any, torch.Tensor, Any], Any]] = {
     "warmup": ddpopt.warmup,
-    "verify": ddpopt.verify,
+    "verify": _verify,
     "plan, eager": functools.partial(_plan, None),
     "plan, compiled": functools.partial(_plan, "aot_eager"),
     "estimate": lambda model, x, loss: estimate(model, x, device=DEVICE, loss_fn=loss),
@@ -145,7 +150,7 @@ def _train(
     own = torch.optim.SGD([weight], lr=0.01)
     weight.register_post_accumulate_grad_hook(lambda _: own.step() and None)
     loss.head.weight.register_post_accumulate_grad_hook(_shrink)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    model = compiled(ddp)
     changed = {}
     for step, x in enumerate(batches(rank, [(8, 32)] * (steps_before + 2))):
         for call, how in itertools.product(calls, losses):
@@ -171,7 +176,13 @@ def _assert_unchanged(rank: int, calls: Sequence[str], losses: Sequence[str], *h
 
 @pytest.mark.quick("0-options0")
 @pytest.mark.parametrize(
-    ("steps_before", "options"), [(0, {}), (0, {"static_graph": True}), (2, {})]
+    ("steps_before", "options"),
+    [
+        (0, {}),
+        (0, {"static_graph": True}),
+        (2, {}),
+        (2, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    ],
 )
 @on_ranks(2)
 def test_a_call_that_promises_to_change_nothing_changes_nothing(

@@ -1,8 +1,8 @@
-"""`verify` finds broken compiled code and nothing else, and leaves everything as it was."""
+"""`verify` finds broken compiled code and nothing else. In test_promises.py it changes nothing."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx, nn
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpopt
 from ddpopt import _torch
 from ddpopt.checks.verify import verify
-from ddpopt.split import state
-from tests.support.models import MLP, batches, state_of, twins
-from tests.support.ranks import Ranks
+from ddpopt.errors import OptionError
+from tests.support.beside import compiled
+from tests.support.cuts import compiling_nothing, only_cut
+from tests.support.models import MLP, assert_equal_states, batches, state_of
+from tests.support.on_ranks import gather, on_ranks
 from tests.support.wrong_compiler import scale_a_gradient
 
-SPLITS = ["forward", "backward"]
-CAP_MB = 0.03
+CAPS = {"bucket_cap_mb": 0.03}
 
 
 class Noisy(nn.Module):
@@ -39,85 +38,34 @@ class Noisy(nn.Module):
         return {"logits": self.second(x) * scale, "hidden": x}
 
 
-def _snapshot(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return all that a rehearsal must not change."""
-    return {
-        "state": state_of(ddp),
-        "rng": torch.get_rng_state(),
-        "rebuilt": ddp._has_rebuilt_buckets,
-        "iterations": ddp._get_ddp_logging_data().get("iteration"),
-        "flags": (ddp.require_backward_grad_sync, ddp.require_forward_param_sync, ddp.training),
-        "hooks": len(ddp.module._forward_hooks),
-        "ids": [id(p) for p in ddp.parameters()] + [id(p.grad) for p in ddp.parameters()],
-    }
+def _compiled(module: nn.Module, **options: Any) -> Any:
+    return compiled(DistributedDataParallel(module, **CAPS), **options)
 
 
-def _assert_untouched(before: dict[str, Any], after: dict[str, Any]) -> None:
-    assert before.keys() == after.keys()
-    for name, value in before["state"].items():
-        assert torch.equal(value, after["state"][name]), name
-    assert torch.equal(before["rng"], after["rng"])
-    for key in before.keys() - {"state", "rng"}:
-        assert before[key] == after[key], key
+def _loss_of(output: dict[str, torch.Tensor]) -> torch.Tensor:
+    return output["logits"].square().mean()
 
 
-def _compiled(module: nn.Module, split: str, inner: Any = "aot_eager", **ddp_options: Any) -> Any:
-    ddp = DistributedDataParallel(module, **{"bucket_cap_mb": CAP_MB, **ddp_options})
-    return torch.compile(ddp, backend="ddpopt", options={"inner": inner, "split": split})
-
-
-def _verify(rank: int, split: str, steps_before: int, ddp_options: dict[str, Any]) -> str:
-    """Verify after some steps; return the verdict."""
-    model = _compiled(Noisy(), split, **ddp_options)
-    ddp = state.ddp_of(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    (x,) = batches(rank, [(16, 64)])
+@on_ranks(2)
+@pytest.mark.quick("forward-0")
+@pytest.mark.parametrize(
+    ("split", "steps_before"), [("forward", 0), ("backward", 1), ("forward", 3)]
+)
+def test_verify_passes_right_code_before_and_after_buckets_are_rebuilt(
+    rank: int, split: str, steps_before: int
+) -> None:
+    """All ranks have one verdict, before the first step, before buckets are rebuilt, and later."""
+    ddp = DistributedDataParallel(Noisy(), **CAPS)
+    model, (x,) = compiled(ddp, split=split), batches(rank, [(16, 64)])
     for _ in range(steps_before):
-        model(x)["logits"].square().mean().backward()
-        optimizer.step()
-    before, steps = _snapshot(ddp), copy.deepcopy(optimizer.state_dict())
-    result = verify(model, {"x": x, "scale": 2.0}, lambda out: out["logits"].square().mean())
-    _assert_untouched(before, _snapshot(ddp))
-    assert str(steps) == str(optimizer.state_dict())
+        _loss_of(model(x)).backward()
+    result = verify(model, {"x": x, "scale": 2.0}, _loss_of)
     assert result.passed, str(result)
     assert result.gradients.keys() == {name for name, _ in ddp.module.named_parameters()}
     assert result.buffers.keys() == {name for name, _ in ddp.module.named_buffers()}
     assert result.num_ranks == 2
-    model(x)["logits"].square().mean().backward()  # training goes on
-    return str(result)
-
-
-@pytest.mark.quick("0-forward")
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_right_code_passes_and_nothing_changes(ranks: Ranks, split: str, steps_before: int) -> None:
-    """It is verified before the first step, before DDP rebuilds its buckets, and after that.
-
-    Both ranks get the same verdict.
-    """
-    first, second = ranks.run(_verify, split, steps_before, {})
-    assert first == second
-    assert "verification passed" in first
-    assert "on 2 ranks" in first
-
-
-@pytest.mark.quick("static_graph-forward")
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(
-    "ddp_options",
-    [
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"gradient_as_bucket_view": True},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_ddps_options_are_those_of_the_copy(
-    ranks: Ranks, split: str, ddp_options: dict[str, Any]
-) -> None:
-    """A mode in which the Reducer works otherwise is that of the copy's Reducer."""
-    first, second = ranks.run(_verify, split, 2, ddp_options)
-    assert first == second
+    assert len(set(gather(str(result)))) == 1
+    _loss_of(model(x)).backward()  # training goes on
 
 
 # ---- What is wrong is found -------------------------------------------------------------------
@@ -168,11 +116,10 @@ _AOT_EAGER = _torch.aot_eager
 
 
 @pytest.mark.quick("scale_a_gradient")
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("inner", [scale_a_gradient, _rounding])
-def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(inner: Any) -> None:
+def test_verify_fails_wrong_code_and_names_the_worst_gradient(one_rank: None, inner: Any) -> None:
     """One percent in one gradient, or 16 bits in place of 32, is above the tolerance."""
-    result = verify(_compiled(MLP(), "forward", inner), torch.randn(8, 64))
+    result = verify(_compiled(MLP(), inner=inner, split="forward"), torch.randn(8, 64))
     assert not result.passed
     assert result.worst_error > result.tolerance
     assert "verification FAILED" in str(result)
@@ -182,94 +129,80 @@ def test_a_compiler_that_is_wrong_fails_and_the_worst_is_named(inner: Any) -> No
         assert result.loss <= result.tolerance
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_buffer_that_is_not_written_fails() -> None:
-    result = verify(
-        _compiled(nn.ModuleList([Noisy()])[0], "forward", _forgetting), torch.randn(8, 64)
-    )
+def test_verify_fails_a_buffer_that_is_not_written(one_rank: None) -> None:
+    result = verify(_compiled(Noisy(), inner=_forgetting, split="forward"), torch.randn(8, 64))
     assert result.buffers["norm.running_mean"] > result.tolerance
 
 
-def _verify_broken(rank: int, broken_rank: int) -> tuple[bool, int, str]:
-    torch.manual_seed(0)
-    with mock.patch.object(
-        _torch, "aot_eager", _broken_backward if rank == broken_rank else _AOT_EAGER
-    ):
-        model = _compiled(MLP(), "backward")
-        result = verify(model, *batches(rank, [(8, 64)]))
-        assert len(state.ddp_of(model).module.layers) == 6
-    return result.passed, result.worst_rank, str(result)
-
-
-def test_a_backward_that_one_rank_compiled_wrong_fails_on_all(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_verify_fails_on_all_ranks_what_one_compiled_wrong(rank: int) -> None:
     """Gradients are averaged, so the error shows on all ranks; the verdict is one."""
-    first, second = ranks.run(_verify_broken, 1)
-    assert first == second
-    assert not first[0]
+    broken = mock.patch.object(_torch, "aot_eager", _broken_backward)
+    with broken if rank == 1 else contextlib.nullcontext():
+        result = verify(_compiled(MLP(), split="backward"), *batches(rank, [(8, 64)]))
+    assert not result.passed
+    assert len(set(gather((result.worst_rank, str(result))))) == 1
 
 
 # ---- What can be verified ---------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_compiled_module_in_ddp_is_verified_too() -> None:
+def test_a_compiled_module_in_ddp_is_verified_too(one_rank: None) -> None:
     """In this order of wrapping too, Dynamo's code is shared: training compiles nothing anew."""
-    compiled = torch.compile(MLP(), backend="ddpopt", options={"inner": "aot_eager"})
-    ddp = DistributedDataParallel(compiled, bucket_cap_mb=CAP_MB)
-    before = counters["stats"]["unique_graphs"]
-    assert verify(ddp, torch.randn(8, 64)).passed
-    num_graphs = counters["stats"]["unique_graphs"]
-    assert num_graphs > before
-    ddp(torch.randn(8, 64)).sum().backward()
-    assert counters["stats"]["unique_graphs"] == num_graphs
+    ddp, x = DistributedDataParallel(compiled(MLP()), **CAPS), torch.randn(8, 64)
+    assert verify(ddp, x).passed
+    with compiling_nothing():
+        ddp(x).sum().backward()
 
 
 @pytest.mark.quick("forward")
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("split", SPLITS)
-def test_training_runs_the_code_that_was_verified(split: str) -> None:
+@pytest.mark.parametrize("split", ["forward", "backward"])
+def test_training_runs_the_code_that_was_verified(one_rank: None, split: str) -> None:
     """The first step after it compiles nothing, and plans are known as without it."""
-    model = _compiled(MLP(), split)
-    x = torch.randn(8, 64)
+    model, x = _compiled(MLP(), split=split), torch.randn(8, 64)
     assert verify(model, x).passed
-    num_graphs = counters["stats"]["unique_graphs"]
-    for _ in range(3):
-        model(x).sum().backward()
-    assert counters["stats"]["unique_graphs"] == num_graphs
-    (plan,) = state.get(state.ddp_of(model)).cuts
-    assert len(plan.sections) > 1
-    assert plan.split == split
+    with compiling_nothing():
+        for _ in range(3):
+            model(x).sum().backward()
+    assert len(only_cut(model).sections) > 1
+    assert only_cut(model).split == split
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_inductors_random_numbers_are_eagers_in_it() -> None:
+def test_inductors_random_numbers_are_eagers_while_it_is_verified(one_rank: None) -> None:
     """Dropout under Inductor draws others; the copy is compiled apart, and the result says so."""
-    model = _compiled(Noisy(), "backward", "inductor")
-    x = torch.randn(16, 64)
-    before = _snapshot(state.ddp_of(model))
-    result = verify(model, x)
-    _assert_untouched(before, _snapshot(state.ddp_of(model)))
+    ddp, x = DistributedDataParallel(Noisy(), **CAPS), torch.randn(16, 64)
+    before, rng = state_of(ddp), torch.get_rng_state()
+    result = verify(compiled(ddp, inner="inductor", split="backward"), x)
     assert result.passed, str(result)
     assert "random numbers" in str(result)
+    assert_equal_states(state_of(ddp), before, bitwise=True)
+    assert torch.equal(rng, torch.get_rng_state())
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_what_cannot_be_verified_is_refused() -> None:
-    """These are a model that we do not compile, and a loss that is no scalar."""
-    ddp, other = twins(MLP())
-    with pytest.raises(TypeError, match="takes a DistributedDataParallel"):
-        verify(MLP(), torch.randn(8, 64))
-    with pytest.raises(ddpopt.errors.OptionError, match="nothing in this model is compiled"):
-        verify(ddp, torch.randn(8, 64))
-    with pytest.raises(ddpopt.errors.OptionError, match="nothing in this model is compiled"):
-        verify(torch.compile(other, backend="aot_eager"), torch.randn(8, 64))
-    with pytest.raises(ddpopt.errors.OptionError, match=r"the loss is a tensor of shape \(8, 64\)"):
-        verify(_compiled(MLP(), "forward"), torch.randn(8, 64), lambda output: output)
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "error", "named"),
+    [
+        (MLP, None, TypeError, "MLP"),
+        (lambda: DistributedDataParallel(MLP()), None, OptionError, "nothing in this model"),
+        (
+            lambda: torch.compile(DistributedDataParallel(MLP()), backend="aot_eager"),
+            None,
+            OptionError,
+            "nothing in this model",
+        ),
+        (lambda: _compiled(MLP()), lambda output: output, OptionError, r"\(8, 64\)"),
+    ],
+    ids=["no DDP", "uncompiled", "another backend", "a loss that is no scalar"],
+)
+def test_verify_refuses_a_model_that_is_not_compiled_by_us_and_a_loss_that_is_no_scalar(
+    one_rank: None, make: Any, loss_fn: Any, error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        verify(make(), torch.randn(8, 64), loss_fn)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_tolerance_can_be_given_for_a_dtype() -> None:
-    """Those of other dtypes stay as they are."""
-    model = _compiled(MLP(), "forward", scale_a_gradient)
+def test_a_tolerance_can_be_given_for_a_dtype(one_rank: None) -> None:
+    """The tolerances of other dtypes stay as they are."""
+    model = _compiled(MLP(), inner=scale_a_gradient, split="forward")
     assert verify(model, torch.randn(8, 64), tolerances={torch.float32: 0.1}).passed
     assert not verify(model, torch.randn(8, 64), tolerances={torch.bfloat16: 0.1}).passed

@@ -189,7 +189,7 @@ def test_explain_predicts_for_a_cluster(
 def test_explain_writes_a_page(
     one_rank: None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints the page's name."""
+    """The command prints the page's name."""
     assert main(("explain", SMALL, *CAP, "--html", "page.html")) == 0
     assert "written: page.html" in capsys.readouterr().out
     assert "layers.5.weight" in (folder / "page.html").read_text()
@@ -252,7 +252,7 @@ def test_explain_refuses_bad_input_and_names_it(
 
 
 def test_a_factory_may_be_called_again(folder: Path) -> None:
-    """Each call makes a model of its own."""
+    """A factory's calls make a model each."""
     make = find_factory(SMALL)
     assert make().model is not make().model
 
@@ -262,7 +262,7 @@ def test_a_factory_may_be_called_again(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_simulate_and_sweep_import_no_more_than_they_need(plan_path: str) -> None:
-    """They import no graphs, no backend, no other commands, and not rich."""
+    """Neither command imports graphs, the backend, other commands, or rich."""
     script = (
         "import sys; from ddpopt.cli import main; main(sys.argv[1:]); "
         "print(*sorted(m for m in sys.modules if m.startswith(('ddpopt.', 'rich', 'networkx'))))"
@@ -367,7 +367,7 @@ def test_bench_measures_all_peers_side_by_side(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_bench_prints_a_table(folder: Path) -> None:
-    """It has the peers that were asked for; inputs may be keyword arguments."""
+    """The table has the peers that were asked for; inputs may be keyword arguments."""
     peers = ("--peers", "eager,backward", "--inner", "aot_eager", "--steps", "1", "--rounds", "1")
     done = _run_on_two_ranks("bench", "models_of_mine:by_name", *peers)
     assert done.returncode == 0, done.stderr
@@ -482,7 +482,7 @@ def test_doctor_tells_what_is_switched_off_or_misspelt() -> None:
 def test_doctor_names_what_torch_has_moved(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It names a private name that is gone, with the loss, and a release that nobody has tested."""
+    """Doctor names a private name that is gone, with the loss, and a release never tested."""
     monkeypatch.delattr("torch._C._current_graph_task_id")
     monkeypatch.setattr(doctor, "_train", lambda _split: ())
     assert main(("doctor",)) == 1
@@ -514,7 +514,7 @@ def test_doctor_finds_that_nothing_trains_without_a_compiler(
 
 
 def test_names_of_ddp_are_looked_for_where_there_is_one(one_rank: None) -> None:
-    """So are names of its Reducer; names of modules always are."""
+    """Names of DDP's Reducer are too; names of modules are looked for always."""
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     without, with_ddp = (
         {str(row): is_found for row, is_found in doctor.find_names(d).items()} for d in (None, ddp)
@@ -531,7 +531,7 @@ def test_names_of_ddp_are_looked_for_where_there_is_one(one_rank: None) -> None:
 
 
 def test_the_command_is_installed() -> None:
-    """It begins in a module that imports nothing, see there."""
+    """The command begins in a module that imports nothing, see there."""
     (script,) = metadata.entry_points(group="console_scripts", name="ddpopt")
     assert script.value == "ddpopt_command:main"
     assert callable(script.load())
@@ -572,7 +572,7 @@ def test_ctrl_c_while_ddpopt_is_imported_shows_no_traceback(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_ctrl_c_exits_with_130_and_no_traceback(folder: Path) -> None:
-    """It is pressed while a model is made."""
+    """Ctrl-C is pressed while a model is made."""
     command = [sys.executable, "-m", "ddpopt", "explain", "models_of_mine.py:slow"]
     # Who runs tests in the background ignores SIGINT, which would be inherited.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -592,7 +592,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(folder: Path) -> None:
 def test_work_that_fails_exits_with_1_and_the_message(
     plan_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is not the input's fault."""
+    """Work fails through no fault of the input."""
 
     def fail(*_: Any) -> None:
         raise TorchDriftError("torch has no such name")
@@ -647,7 +647,7 @@ def test_each_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_command_can_be_imported() -> None:
-    """Each name of `module:function` in main.py leads to one."""
+    """A name of `module:function` in main.py leads to a command."""
     source = inspect.getsource(sys.modules["ddpopt.cli.main"])
     names = re.findall(r'"(\w+:run\w*)"', source)
     assert len(names) == 7

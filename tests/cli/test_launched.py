@@ -56,7 +56,7 @@ def test_of_many_ranks_alike_rows_are_one_and_a_rank_that_fails_is_named_with_it
 def test_ranks_that_all_differ_fill_no_screen_and_problems_come_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is left out is counted, and the JSON has it."""
+    """Ranks that are left out are counted, and the JSON has them."""
     by_rank = {rank: _findings(rank, Check("TORCH_TRACE", f"/t/{rank}")) for rank in range(512)}
     by_rank[400] = _findings(400, BAD, failed=(BAD.name,))
     report = doctor.report_all(by_rank, 512)
@@ -107,7 +107,7 @@ def test_what_ends_an_exchange_is_an_error_and_so_is_a_store_that_does_not_answe
 def test_a_rank_that_reaches_nobody_speaks_for_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has its own table, with its host, and why the others are not in it."""
+    """That rank has a table of its own, with its host, and why others are not in the table."""
 
     def fail(*_: object) -> None:
         raise TimeoutError("the store does not answer")
@@ -123,7 +123,7 @@ def test_a_rank_that_reaches_nobody_speaks_for_itself(
 
 
 def test_a_launch_is_what_torchruns_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process is none; a rank that is no number is bad input."""
+    """A single process is no launch; a rank that is no number is bad input."""
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
     monkeypatch.setattr("os.environ", environment(**variables))
     assert find_launch() == Launch(1, 2, "node0", 29400)

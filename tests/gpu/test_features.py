@@ -352,7 +352,7 @@ def test_modes_with_cuda_graphs_cut_forward(
 def test_two_replicas_have_the_gradients_of_the_whole_batch(
     device: str, inner_backend: str
 ) -> None:
-    """Both replicas of the DataParallel are on one device."""
+    """The replicas are both on one device."""
     model = Transformer().to(device)
     twin = copy.deepcopy(model)
     options = {} if inner_backend == "inductor" else {"backend": inner_backend}

@@ -88,7 +88,7 @@ def test_more_runs_beside_communication_than_unsplit(
 def test_peers_compute_the_same_losses(
     device: str, inner_backend: str, model: str, tmp_path: Path, record_property: Any
 ) -> None:
-    """They take turns on one emulated network, and what overlaps is for the page."""
+    """Peers take turns on one emulated network; the page shows what overlaps."""
     folder = folder_for(model, tmp_path)
     arguments = ["--device", device, "--inner", inner_backend, "--models", model, "--caps", _CAP]
     arguments += ["--emulated-ranks", str(_NUM_RANKS), "--rates", _RATES, "--peers", _PEERS]

@@ -18,6 +18,7 @@ import ddpopt
 from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
+from tests.support.beside import compiled
 from tests.support.cuts import only_cut
 from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, Broken
@@ -26,16 +27,12 @@ from tests.support.plans import SIZES_OF_MLP, plan_of
 CAP_MB = 0.0316  # two layers fill a bucket, whether a weight or its bias comes first
 
 
-def _compile(ddp: nn.Module) -> Any:
-    return torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-
-
 def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
-    """It takes the compiled and the plain DDP module alike."""
+    """`explain` takes the compiled and the plain DDP module alike."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = _compile(ddp)
-    compiled(torch.randn(2, 64))
-    explanation = ddpopt.explain(compiled)
+    run = compiled(ddp)
+    run(torch.randn(2, 64))
+    explanation = ddpopt.explain(run)
     assert explanation == ddpopt.explain(ddp)
     (cut,) = explanation.cuts
     assert [bucket.num_bytes for bucket in cut.buckets] == [33280] * 3
@@ -47,13 +44,13 @@ def test_explain_tells_the_plans_as_data_and_as_a_table(one_rank: None) -> None:
 
 
 def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> None:
-    """It says too whether they are the planned ones."""
+    """`explain` says too whether the buckets are the planned ones."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = _compile(ddp)
-    compiled(torch.randn(2, 64)).sum().backward()
+    run = compiled(ddp)
+    run(torch.randn(2, 64)).sum().backward()
     assert [bucket.is_as_planned for bucket in ddpopt.explain(ddp).buckets] == [None] * 3
     for _ in range(3):
-        compiled(torch.randn(2, 64)).sum().backward()
+        run(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
     assert [bucket.is_as_planned for bucket in explanation.buckets] == [True] * 3
     assert [b.completed_by[-9:] for b in explanation.buckets] == [f"section {s}" for s in (0, 1, 2)]
@@ -61,8 +58,8 @@ def test_explain_shows_ddps_buckets_once_it_has_formed_them(one_rank: None) -> N
 
 
 def test_a_model_that_was_compiled_before_ddp_has_its_own_name_and_names(one_rank: None) -> None:
-    """Not those of the wrapper that torch.compile returns."""
-    ddp = DistributedDataParallel(_compile(MLP()), bucket_cap_mb=CAP_MB)
+    """The names are not those of the wrapper that torch.compile returns."""
+    ddp = DistributedDataParallel(compiled(MLP()), bucket_cap_mb=CAP_MB)
     ddp(torch.randn(2, 64)).sum().backward()
     text = str(ddpopt.explain(ddp))
     assert text.startswith("MLP: ")
@@ -73,7 +70,7 @@ def test_where_nothing_is_compiled_explain_says_what_the_warning_said(one_rank: 
     """Dynamo skips a container of torch's right under DDP."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)))
     with logged("warning") as warnings:
-        _compile(ddp)(torch.randn(2, 4)).sum().backward()
+        compiled(ddp)(torch.randn(2, 4)).sum().backward()
     (warning,) = warnings
     assert str(ddpopt.explain(ddp)) == warning
 
@@ -86,11 +83,11 @@ def test_a_notebook_shows_an_explanation_as_its_text(one_rank: None) -> None:
 
 
 def test_explain_names_buckets_that_span_graphs(one_rank: None) -> None:
-    """They are completed by the graph that runs first in forward, and no graph is cut short."""
+    """Such buckets are completed by the graph that runs first in forward; no graph is cut short."""
     ddp = DistributedDataParallel(Broken(), bucket_cap_mb=CAP_MB)
-    compiled = _compile(ddp)
+    run = compiled(ddp)
     for _ in range(4):
-        compiled(torch.randn(2, 64)).sum().backward()
+        run(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
     first, second = (cut.graph for cut in explanation.cuts)
     assert [bucket.graphs for bucket in explanation.buckets] == [
@@ -109,22 +106,21 @@ def test_explain_shows_after_which_section_a_recorded_allreduce_was_launched(
 ) -> None:
     """Each allreduce was launched before the next section's backward began."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = _compile(ddp)
+    run = compiled(ddp)
     for _ in range(3):
-        compiled(torch.randn(2, 64)).sum().backward()
-    with ddpopt.record(compiled):
-        compiled(torch.randn(2, 64)).sum().backward()
+        run(torch.randn(2, 64)).sum().backward()
+    with ddpopt.record(run):
+        run(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
     assert [bucket.launched_after for bucket in explanation.buckets] == [1, 2, 3]
     assert "after 1 of 3" in str(explanation)
 
 
 def test_explain_of_a_model_that_has_not_run_says_what_may_be_wrong(one_rank: None) -> None:
-    """It says so instead of printing nothing."""
     assert "has compiled no graph" in str(ddpopt.explain(DistributedDataParallel(MLP())))
 
 
-def test_what_is_no_ddp_module_is_refused() -> None:
+def test_explain_refuses_what_is_no_ddp_module() -> None:
     with pytest.raises(TypeError, match="this is a Linear"):
         ddpopt.explain(nn.Linear(1, 1))
 
@@ -138,11 +134,11 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
     before its bias's; with this cap buckets differ by that.
     """
     ddp = DistributedDataParallel(Broken(), bucket_cap_mb=0.03)
-    compiled = _compile(ddp)
+    run = compiled(ddp)
     for batch in (2, 3):
-        compiled(torch.randn(batch, 64)).sum().backward()
+        run(torch.randn(batch, 64)).sum().backward()
         with torch.no_grad():
-            compiled(torch.randn(batch, 64))
+            run(torch.randn(batch, 64))
     planned = [
         [{p.index for p in bucket.parameters} for bucket in cut.buckets]
         for cut in ddpopt.explain(ddp).cuts
@@ -153,15 +149,15 @@ def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
 
 
 def test_after_an_evaluation_explain_still_says_what_completes_buckets(one_rank: None) -> None:
-    """Its graph has no gradients, and is no recompile; DDP's own times are shown still."""
+    """An evaluation's graph has no gradients, and is no recompile; DDP's own times stay."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=CAP_MB)
-    compiled = _compile(ddp)
+    run = compiled(ddp)
     assert "measured: nothing yet" in str(ddpopt.explain(ddp).hints)
     for _ in range(4):
-        compiled(torch.randn(2, 64)).sum().backward()
+        run(torch.randn(2, 64)).sum().backward()
     before = ddpopt.explain(ddp)
     with torch.no_grad():
-        compiled(torch.randn(2, 64))
+        run(torch.randn(2, 64))
     after = ddpopt.explain(ddp)
     assert len(after.cuts) == 2
     assert after.buckets == before.buckets != ()
@@ -180,12 +176,12 @@ def _explain(is_recorded: bool = False, **options: Any) -> Explanation:
         module, x, network=AllreduceCost(startup_s=1e-4, s_per_byte=1e-7), world_size=2
     )
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **options})
+    run = compiled(ddp, **options)
     for _ in range(4):
-        compiled(x).sum().backward()
+        run(x).sum().backward()
     if is_recorded:
         with ddpopt.record(ddp):
-            compiled(x).sum().backward()
+            run(x).sum().backward()
     return ddpopt.explain(ddp, plan)
 
 
@@ -243,8 +239,8 @@ def test_buckets_have_predicted_and_measured_times(
 
 def test_missing_times_are_named_with_the_way_to_get_them(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    compiled(torch.randn(2, 64)).sum().backward()
+    run = compiled(ddp)
+    run(torch.randn(2, 64)).sum().backward()
     explanation = ddpopt.explain(ddp)
     document = explanation.to_dict()
     assert document["predicted"] is None is document["measured"]
@@ -257,8 +253,8 @@ def test_missing_times_are_named_with_the_way_to_get_them(one_rank: None) -> Non
 
 def test_a_plan_of_another_model_predicts_nothing(one_rank: None) -> None:
     ddp = DistributedDataParallel(MLP(depth=4), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    compiled(torch.randn(2, 64)).sum().backward()
+    run = compiled(ddp)
+    run(torch.randn(2, 64)).sum().backward()
     network = AllreduceCost(startup_s=1e-4, s_per_byte=1e-7)
     plan = ddpopt.plan(MLP(), torch.randn(2, 64), network=network, world_size=2, backend=None)
     assert ddpopt.explain(ddp, plan).predicted is None
@@ -274,10 +270,10 @@ def test_a_graph_that_is_compiled_whole_says_why(one_rank: None) -> None:
 
 
 def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
-    """Here two sections are made one, as where no boundary is possible between two buckets."""
+    """Two sections are made one here, as where no boundary is possible between two buckets."""
     ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=0.03)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
-    compiled(torch.randn(2, 64)).sum().backward()
+    run = compiled(ddp)
+    run(torch.randn(2, 64)).sum().backward()
     cut = only_cut(ddp)
     first, second, third = cut.sections
     joined = dataclasses.replace(
@@ -290,31 +286,21 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
     assert "buckets 0, 1 share sections" in str(explanation)
 
 
-@pytest.mark.quick("html")
-@pytest.mark.parametrize("suffix", ["html", "json", "txt"])
-def test_save_writes_the_format_of_the_files_suffix(
-    one_rank: None, tmp_path: Path, suffix: str
+def test_save_writes_the_format_of_the_files_suffix_over_an_earlier_file(
+    one_rank: None, tmp_path: Path
 ) -> None:
-    explanation = _explain()
-    path = tmp_path / f"model.{suffix}"
-    explanation.save(path)
-    text = path.read_text()
-    start = {"html": "<!doctype html>", "json": "{", "txt": "MLP: 3 DDP buckets"}[suffix]
-    assert text.lower().startswith(start.lower())
-
-
-@pytest.mark.quick("html")
-@pytest.mark.parametrize("suffix", ["html", "json", "txt"])
-def test_save_replaces_a_file(one_rank: None, tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"model.{suffix}"
-    path.write_text("an earlier one")
-    _explain().save(path)
-    assert "an earlier one" not in path.read_text()
+    explanation, path = _explain(), tmp_path / "model"
+    for suffix, start in {".html": "<!doctype html>", ".json": "{", ".txt": "mlp: 3 ddp"}.items():
+        path.with_suffix(suffix).write_text("an earlier one")
+        explanation.save(path.with_suffix(suffix))
+        text = path.with_suffix(suffix).read_text()
+        assert text.lower().startswith(start)
+        assert "an earlier one" not in text
 
 
 def test_save_refuses_other_suffixes(one_rank: None, tmp_path: Path) -> None:
-    with pytest.raises(ddpopt.errors.OptionError, match=r"does not end in \.html, \.json or \.txt"):
-        _explain().save(tmp_path / "model.pdf")
+    with pytest.raises(ddpopt.errors.OptionError, match=r"model\.pdf.*\.html"):
+        ddpopt.explain(DistributedDataParallel(MLP())).save(tmp_path / "model.pdf")
     assert not list(tmp_path.iterdir())
 
 
@@ -331,14 +317,14 @@ class _Words(nn.Module):
 
 
 def test_a_frozen_model_with_sparse_gradients_is_explained(one_rank: None) -> None:
-    """Its Reducer does not tell what it reduces, so its own buckets stay without names."""
+    """Its Reducer does not tell what a frozen model reduces, so DDP's buckets have no names."""
     ddp = DistributedDataParallel(_Words(), bucket_cap_mb=0.001)
-    compiled = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager"})
+    run = compiled(ddp)
     words = torch.arange(4)
-    compiled(words).sum().backward()
+    run(words).sum().backward()
     ddp.requires_grad_(False)
     for _ in range(3):  # in which the Reducer is asked
-        compiled(words)
+        run(words)
     assert {bucket.actual for bucket in ddpopt.explain(ddp).buckets} == {()}
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt.inspection import metrics
-from ddpopt.steps import clock
+from ddpopt.steps import clock as clocks
+from tests.support.beside import compiled
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH, batches, train
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 
 STEP_S = 0.05
 TIMES = {
@@ -25,71 +25,62 @@ TIMES = {
 }
 
 
-def _train(rank: int, kind: str) -> list[dict[str, float]]:
-    """Return the metrics before, within and after some steps, which begin `STEP_S` apart."""
-    torch._dynamo.reset()
+def _train(rank: int, is_compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics before some steps, which begin `STEP_S` apart, and after them."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    options = {"inner": "aot_eager"}
-    run: Any = ddp
-    if kind == "compiled":
-        run = torch.compile(ddp, backend="ddpopt", options=options)
-    now_s = 0.0
-    values = [ddpopt.metrics(run)]
-    with mock.patch.object(clock, "time", mock.Mock(perf_counter=lambda: now_s)):
+    run = compiled(ddp) if is_compiled else ddp
+    first = ddpopt.metrics(run)
+    with FakeClock().replacing_time_of(clocks) as clock:
         for size in (4, 4, 4, 4, 6):
-            now_s += STEP_S
+            clock.pass_time(STEP_S)
             train(ddp, batches(rank, [(size, WIDTH)]), run)
-            values.append(ddpopt.metrics(run))
-    return values
+            last = ddpopt.metrics(run)
+    return first, last
 
 
-def test_a_compiled_model_has_times_and_counts_of_its_steps(ranks: Ranks) -> None:
-    for first, *_, last in ranks.run(_train, "compiled"):
-        assert not TIMES & first.keys()
-        assert first["ddpopt.graphs"] == 0
-        assert last.keys() >= TIMES
-        assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)
-        assert last["ddpopt.sections"] > last["ddpopt.graphs"] == 2  # batches of two sizes
-        assert last["ddpopt.recompiles"] == 1
-        assert last["ddpopt.buckets"] > 1
-        assert last["ddpopt.communication.bytes"] == 6 * (WIDTH + 1) * WIDTH * 4
-        assert 0 <= last["ddpopt.communication.exposed_ms"] <= last["ddpopt.communication.ms"]
-        assert last["ddpopt.communication.exposed_ms"] <= last["ddpopt.backward.ms"]
-        bits = last["ddpopt.communication.bytes"] * 8  # of two ranks each moves all of them once
-        measured_s = last["ddpopt.communication.ms"] / 1e3
-        assert last["ddpopt.communication.bus_gbit_per_s"] == pytest.approx(bits / measured_s / 1e9)
-        assert last["ddpopt.sampled_step"] > 2
-        assert all(type(value) in (int, float) for value in last.values())
+@on_ranks(2)
+def test_a_compiled_model_has_times_and_counts_of_its_steps(rank: int) -> None:
+    first, last = _train(rank, is_compiled=True)
+    assert not TIMES & first.keys()
+    assert first["ddpopt.graphs"] == 0
+    assert last.keys() >= TIMES
+    assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)
+    assert last["ddpopt.sections"] > last["ddpopt.graphs"] == 2  # batches of two sizes
+    assert last["ddpopt.recompiles"] == 1
+    assert last["ddpopt.buckets"] > 1
+    assert last["ddpopt.communication.bytes"] == 6 * (WIDTH + 1) * WIDTH * 4
+    assert 0 <= last["ddpopt.communication.exposed_ms"] <= last["ddpopt.communication.ms"]
+    assert last["ddpopt.communication.exposed_ms"] <= last["ddpopt.backward.ms"]
+    bits = last["ddpopt.communication.bytes"] * 8  # of two ranks each moves all of them once
+    measured_s = last["ddpopt.communication.ms"] / 1e3
+    assert last["ddpopt.communication.bus_gbit_per_s"] == pytest.approx(bits / measured_s / 1e9)
+    assert last["ddpopt.sampled_step"] > 2
+    assert all(type(value) in (int, float) for value in last.values())
 
 
-def test_an_uncompiled_model_has_times_too(ranks: Ranks) -> None:
-    """Its numbers of sections and graphs are 0."""
-    for *_, last in ranks.run(_train, "uncompiled"):
-        assert last.keys() >= TIMES
-        assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)
-        assert last["ddpopt.sections"] == last["ddpopt.graphs"] == 0
+@on_ranks(2)
+def test_an_uncompiled_model_has_times_and_no_sections_or_graphs(rank: int) -> None:
+    _, last = _train(rank, is_compiled=False)
+    assert last.keys() >= TIMES
+    assert last["ddpopt.step.ms"] == pytest.approx(STEP_S * 1e3)
+    assert last["ddpopt.sections"] == last["ddpopt.graphs"] == 0
 
 
-def _train_with_source(rank: int) -> list[dict[str, float]]:
-    """Return the metrics while a source is there, and once it has gone."""
+@on_ranks(2)
+def test_ddps_numbers_of_communication_are_left_out_beside_an_algorithm(rank: int) -> None:
+    """DDP logs bytes that it would have sent, and the time that the algorithm's hook took."""
+    source: Any = lambda: {"ddpopt.algorithm.steps": 4.0}  # noqa: E731  # an algorithm's handle
     ddp = DistributedDataParallel(MLP())
     metrics.set_source(ddp, lambda: source)
-    source: Any = lambda: {"ddpopt.algorithm.steps": 4.0}  # noqa: E731  # an algorithm's handle
     train(ddp, batches(rank, [(4, WIDTH)] * 4))
     during = ddpopt.metrics(ddp)
+    assert during["ddpopt.algorithm.steps"] == 4
+    assert not [name for name in during if "communication" in name]
+    assert during.keys() >= {"ddpopt.forward.ms", "ddpopt.backward.ms"}
     source = None
-    return [during, ddpopt.metrics(ddp)]
+    assert ddpopt.metrics(ddp).keys() >= TIMES
 
 
-def test_ddps_numbers_of_communication_are_left_out_beside_an_algorithm(ranks: Ranks) -> None:
-    """DDP logs bytes that it would have sent, and the time that the algorithm's hook took."""
-    for during, after in ranks.run(_train_with_source):
-        assert during["ddpopt.algorithm.steps"] == 4
-        assert not [name for name in during if "communication" in name]
-        assert during.keys() >= {"ddpopt.forward.ms", "ddpopt.backward.ms"}
-        assert after.keys() >= TIMES
-
-
-def test_what_is_no_ddp_module_is_refused() -> None:
-    with pytest.raises(TypeError, match="takes a DistributedDataParallel module"):
+def test_metrics_refuses_what_is_no_ddp_module() -> None:
+    with pytest.raises(TypeError, match="Linear"):
         ddpopt.metrics(nn.Linear(2, 2))

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -33,92 +34,84 @@ from ddpopt.planning.timeline import BucketTimes
 from ddpopt.steps import clock, sections
 from ddpopt.steps.forwards import find_subscriber
 from ddpopt.steps.timer import StepTimer
+from tests.support.beside import compiled
 from tests.support.models import MLP, WIDTH, batches
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import gather, on_ranks
 
 SETTLED = 4  # steps, after which DDP tells its buckets
 CAP_MB = 0.03  # two layers a bucket
-CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
-    "forward": {"inner": "aot_eager", "split": "forward"},
-    "backward": {"inner": "aot_eager", "split": "backward"},
-    "whole": {"inner": "aot_eager", "enabled": False},
-    "no AOTAutograd": {"inner": "eager"},
-    "uncompiled": None,
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a model is compiled, and which sections its backward then has, in their order."""
+
+    options: dict[str, Any] | None
+    backward: list[int] = field(default_factory=list)
+
+
+KINDS = {
+    "forward": _Kind({"split": "forward"}, [2, 1, 0]),
+    "backward": _Kind({"split": "backward"}, [0, 1, 2]),
+    "whole": _Kind({"enabled": False}, [0]),
+    "no AOTAutograd": _Kind({"inner": "eager"}),
+    "uncompiled": _Kind(None),
 }
 
 
 def _model(kind: str, widths: Sequence[int] = ()) -> tuple[DistributedDataParallel, Any]:
     """An MLP of three buckets, or with hidden layers of these widths."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     module = MLP(bias=False)
     for k, width in enumerate(widths):
         module.layers[2 * k] = nn.Linear(WIDTH, width, bias=False)
         module.layers[2 * k + 1] = nn.Linear(width, WIDTH, bias=False)
     ddp = DistributedDataParallel(module, bucket_cap_mb=CAP_MB)
-    options = CONFIGURATIONS[kind]
-    return ddp, ddp if options is None else torch.compile(ddp, backend="ddpopt", options=options)
+    options = KINDS[kind].options
+    return ddp, ddp if options is None else compiled(ddp, **options)
 
 
-def _record(
-    rank: int, kind: str, hook: Any = None, widths: Sequence[int] = ()
-) -> tuple[tuple[RecordedStep, ...], str]:
-    ddp, model = _model(kind, widths)
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    for x in batches(rank, [(8, WIDTH)] * SETTLED):
+def _steps(rank: int, model: Any, num_steps: int) -> None:
+    for x in batches(rank, [(8, WIDTH)] * num_steps):
         model(x).sum().backward()
+
+
+def _record(rank: int, model: Any) -> tuple[RecordedStep, ...]:
+    """Record three steps once buckets are settled."""
+    _steps(rank, model, SETTLED)
     with ddpopt.record(model) as recording:
-        for x in batches(rank, [(8, WIDTH)] * 3):
-            model(x).sum().backward()
+        _steps(rank, model, 3)
     assert recording.notes == ()
-    return recording.steps, str(ddpopt.explain(ddp))
+    assert len(recording.steps) == 3
+    return recording.steps
 
 
+@on_ranks(2)
 @pytest.mark.quick("forward")
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
-def test_each_step_is_noted_in_its_order(ranks: Ranks, kind: str) -> None:
-    """Sections lie in it; buckets are ready, launched, and finished before DDP is done."""
-    for steps, _ in ranks.run(_record, kind):
-        assert len(steps) == 3
-        for step in steps:
-            assert step.forward_start_s < step.forward_stop_s < step.backward_stop_s
-            assert [bucket.index for bucket in step.buckets] == [0, 1, 2]
-            for bucket in step.buckets:
-                assert bucket.num_bytes == 2 * WIDTH * WIDTH * 4
-                assert step.forward_stop_s < bucket.ready_s < bucket.launched_s
-                assert bucket.launched_s < bucket.finished_s <= step.backward_stop_s
-            assert step.exposed_s is not None
-            assert 0 < step.exposed_s < step.backward_s
-            for section in step.sections:
-                start_s = step.forward_start_s if section.kind == "forward" else step.forward_stop_s
-                assert start_s < section.start_s < section.stop_s < step.backward_stop_s
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_step_is_noted_in_its_order(rank: int, kind: str) -> None:
+    """Buckets are ready, launched, and finished before DDP is done; sections lie in the step.
 
-
-@pytest.mark.quick("forward-expected0")
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("forward", [2, 1, 0]),
-        ("backward", [0, 1, 2]),
-        ("whole", [0]),
-        ("no AOTAutograd", []),
-        ("uncompiled", []),
-    ],
-)
-def test_backward_sections_are_noted_as_they_ran(
-    ranks: Ranks, kind: str, expected: list[int]
-) -> None:
-    """In split graphs a bucket is launched before the next section begins."""
-    for steps, _ in ranks.run(_record, kind):
-        for step in steps:
-            backward = [section for section in step.sections if section.kind == "backward"]
-            assert [section.section for section in backward] == expected
-            for earlier, later in itertools.pairwise(backward):
-                assert earlier.stop_s < later.start_s
-            if len(expected) == 3:
-                for k, bucket in enumerate(step.buckets):
-                    assert step.num_started(bucket.launched_s) == k + 1
+    In split graphs a bucket is launched before the next section begins.
+    """
+    for step in _record(rank, _model(kind)[1]):
+        assert step.forward_start_s < step.forward_stop_s < step.backward_stop_s
+        assert [bucket.index for bucket in step.buckets] == [0, 1, 2]
+        for bucket in step.buckets:
+            assert bucket.num_bytes == 2 * WIDTH * WIDTH * 4
+            assert step.forward_stop_s < bucket.ready_s < bucket.launched_s
+            assert bucket.launched_s < bucket.finished_s <= step.backward_stop_s
+        assert step.exposed_s is not None
+        assert 0 < step.exposed_s < step.backward_s
+        for section in step.sections:
+            start_s = step.forward_start_s if section.kind == "forward" else step.forward_stop_s
+            assert start_s < section.start_s < section.stop_s < step.backward_stop_s
+        backward = [section for section in step.sections if section.kind == "backward"]
+        assert [section.section for section in backward] == KINDS[kind].backward
+        for earlier, later in itertools.pairwise(backward):
+            assert earlier.stop_s < later.start_s
+        if len(backward) == 3:
+            num_started = [step.num_started(bucket.launched_s) for bucket in step.buckets]
+            assert num_started == [1, 2, 3]
 
 
 def _hook_that_notes(notes: list[tuple[float, list[float]]]) -> Any:
@@ -141,31 +134,25 @@ def _hook_that_notes(notes: list[tuple[float, list[float]]]) -> Any:
     return launch
 
 
-def _record_with_hook(rank: int) -> tuple[Any, ...]:
-    notes: list[tuple[float, list[float]]] = []
-    widths = (WIDTH, WIDTH + 8, WIDTH + 16)  # so that sizes tell the allreduces apart
-    return (*_record(rank, "backward", _hook_that_notes(notes), widths), notes[-9:])
-
-
-def test_times_agree_with_a_comm_hooks(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_times_agree_with_a_comm_hooks(rank: int) -> None:
     """The launch comes after the hook was called, and the finish after its callback was run.
 
     None finishes before both ranks have launched it; they share a clock.
     """
-    results = ranks.run(_record_with_hook)
-    launched: list[list[float]] = []
-    finished: list[list[float]] = []
-    for steps, _, notes in results:
-        buckets = [bucket for step in steps for bucket in step.buckets]
-        assert len(buckets) == len(notes)
-        for bucket, (before_s, done) in zip(buckets, notes, strict=True):
-            assert bucket.ready_s < before_s < bucket.launched_s < bucket.finished_s
-            for done_s in done:
-                assert bucket.launched_s < done_s <= bucket.finished_s
-        launched.append([bucket.launched_s for bucket in buckets])
-        finished.append([bucket.finished_s for bucket in buckets])
-    for k in range(len(launched[0])):
-        assert max(times[k] for times in launched) < min(times[k] for times in finished)
+    notes: list[tuple[float, list[float]]] = []
+    widths = (WIDTH, WIDTH + 8, WIDTH + 16)  # so that sizes tell the allreduces apart
+    ddp, model = _model("backward", widths)
+    ddp.register_comm_hook(None, _hook_that_notes(notes))
+    buckets = [bucket for step in _record(rank, model) for bucket in step.buckets]
+    assert len(buckets) == 9
+    for bucket, (before_s, done) in zip(buckets, notes[-9:], strict=True):
+        assert bucket.ready_s < before_s < bucket.launched_s < bucket.finished_s
+        for done_s in done:
+            assert bucket.launched_s < done_s <= bucket.finished_s
+    times_of_ranks = gather([(bucket.launched_s, bucket.finished_s) for bucket in buckets])
+    for times in zip(*times_of_ranks, strict=True):
+        assert max(launched_s for launched_s, _ in times) < min(stop_s for _, stop_s in times)
 
 
 def _in_order_of_launch(order: tuple[int, ...]) -> list[int]:
@@ -187,33 +174,24 @@ def test_allreduces_that_start_out_of_order_are_known_by_their_size() -> None:
     assert recorder.in_order_of_launch(others, (8, 9)) == others
 
 
-def test_explain_has_a_table_of_the_medians(ranks: Ranks) -> None:
-    for steps, text in ranks.run(_record, "backward"):
-        assert f"measured, medians of {len(steps)} steps: backward" in text
-        assert "after 2 of 3" in text
-        assert "nothing yet" not in text
-
-
-def _record_one_step(rank: int) -> tuple[RecordedStep, str]:
+def test_explain_and_the_page_have_the_recorded_allreduces(one_rank: None) -> None:
+    """The page counts their times from the end of forward."""
     ddp, model = _model("backward")
-    for x in batches(rank, [(8, WIDTH)] * SETTLED):
-        model(x).sum().backward()
+    _steps(0, model, SETTLED)
     with ddpopt.record(model) as recording:
-        model(torch.ones(8, WIDTH)).sum().backward()
+        _steps(0, model, 1)
     (step,) = recording.steps
-    return step, render_page(ddpopt.explain(ddp).to_dict())
-
-
-def test_the_page_has_the_recorded_allreduces(ranks: Ranks) -> None:
-    """Their times count from the end of forward."""
-    for step, page in ranks.run(_record_one_step):
-        match = re.search(r'id="explanation"[^>]*>(.*?)</script>', page, re.DOTALL)
-        assert match is not None
-        times_on_page = [bucket["measured"] for bucket in json.loads(match[1])["buckets"]]
-        assert len(times_on_page) == len(step.buckets) == 3
-        for times, bucket in zip(times_on_page, step.buckets, strict=True):
-            for name, time_s in times.items():
-                assert time_s == pytest.approx(getattr(bucket, name) - step.forward_stop_s)
+    explanation = ddpopt.explain(ddp)
+    assert "medians of 1 " in str(explanation)
+    assert "after 2 of 3" in str(explanation)
+    page = render_page(explanation.to_dict())
+    match = re.search(r'id="explanation"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    times_on_page = [bucket["measured"] for bucket in json.loads(match[1])["buckets"]]
+    assert len(times_on_page) == len(step.buckets) == 3
+    for times, bucket in zip(times_on_page, step.buckets, strict=True):
+        for name, time_s in times.items():
+            assert time_s == pytest.approx(getattr(bucket, name) - step.forward_stop_s)
 
 
 def _step(at_s: float, finished_s: float | None, num_bytes: int = 8) -> RecordedStep:
@@ -228,7 +206,7 @@ def _step(at_s: float, finished_s: float | None, num_bytes: int = 8) -> Recorded
 
 
 def test_medians_are_of_steps_like_the_last_one() -> None:
-    """Others had other buckets; a finish that is not known of a step does not count."""
+    """Earlier steps had other buckets; an unknown finish of an allreduce does not count."""
     steps = (_step(0, 1, num_bytes=4), _step(10, 17), _step(20, None), _step(30, 39))
     recording = Recording(rank=0, steps=steps)
     assert "medians of 3 of 4 steps (1 ran other sections or buckets): " in str(recording)
@@ -257,26 +235,24 @@ def test_what_steps_wait_is_a_median_of_its_own() -> None:
     assert median.exposed_s == 2
 
 
-def _record_between(rank: int) -> tuple[int, int]:
-    """Record a step that does not communicate, an evaluation, and two forwards to a backward."""
+@on_ranks(2)
+def test_only_steps_that_communicate_count(rank: int) -> None:
+    """A step that does not communicate and an evaluation are left out.
+
+    The last step has two forwards and one backward: three backward sections of each forward.
+    """
     ddp, model = _model("backward")
-    xs = batches(rank, [(8, WIDTH)] * (SETTLED + 3))
-    for x in xs[:SETTLED]:
-        model(x).sum().backward()
+    _steps(rank, model, SETTLED)
+    x, y, z = batches(rank, [(8, WIDTH)] * 3)
     with ddpopt.record(model) as recording:
         with ddp.no_sync():
-            model(xs[0]).sum().backward()
-        model(xs[1]).sum().backward()
+            model(x).sum().backward()
+        model(y).sum().backward()
         with torch.no_grad():
-            model(xs[2])
-        (model(xs[2]).sum() + model(xs[3]).sum()).backward()
-    backward = [s for s in recording.steps[-1].sections if s.kind == "backward"]
-    return len(recording.steps), len(backward)
-
-
-def test_only_steps_that_communicate_count(ranks: Ranks) -> None:
-    """The last one has the backward sections of both forwards, three each."""
-    assert ranks.run(_record_between) == [(2, 6), (2, 6)]
+            model(z)
+        (model(z).sum() + model(x).sum()).backward()
+    _, last = recording.steps
+    assert [section.kind for section in last.sections].count("backward") == 6
 
 
 class _Checkpointed(MLP):
@@ -355,7 +331,7 @@ def test_an_evaluation_before_the_backward_is_no_part_of_the_step(one_rank: None
 
 
 def test_a_recording_does_not_keep_parameters(one_rank: None) -> None:
-    """They are freed with the module, without the garbage collector."""
+    """Parameters are freed with the module, without the garbage collector."""
     ddp = _model("uncompiled")[0]
     with ddpopt.record(ddp) as recording:
         ddp(torch.ones(8, WIDTH)).sum().backward()
@@ -405,30 +381,23 @@ def test_a_recording_without_steps_says_why(one_rank: None) -> None:
     assert "steps: " in str(recording)
 
 
-def _record_under_profiler(rank: int) -> tuple[list[str], tuple[str, ...], list[float | None]]:
+@on_ranks(2)
+def test_beside_torch_profiler_sections_and_buckets_are_named_ranges(rank: int) -> None:
+    """Only the finish of allreduces is left to the profiler, and a note says so."""
     _, model = _model("backward")
-    for x in batches(rank, [(8, WIDTH)] * SETTLED):
-        model(x).sum().backward()
+    _steps(rank, model, SETTLED)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler, ddpopt.record(model) as made:
-        model(torch.ones(8, WIDTH)).sum().backward()
-    (step,) = made.steps
+        _steps(rank, model, 1)
     names = [event.name for event in profiler.events() if event.name.startswith("ddpopt")]
-    return names, made.notes, [bucket.finished_s for bucket in step.buckets]
-
-
-def test_beside_torch_profiler_sections_and_buckets_are_named_ranges(ranks: Ranks) -> None:
-    """Only the finish is left to the profiler, and a note says so."""
-    for names, notes, finished in ranks.run(_record_under_profiler):
-        sections = [name for name in names if "section" in name]
-        assert [name.partition(" section ")[2] for name in sections] == [
-            f"{k} backward" for k in range(3)
-        ]
-        assert [name for name in names if "bucket" in name] == [
-            f"ddpopt: bucket {k} ready (32.0 KiB)" for k in range(3)
-        ]
-        assert finished == [None] * 3
-        assert any("torch.profiler was on" in note for note in notes)
+    numbers = [name.partition(" section ")[2] for name in names if "section" in name]
+    assert numbers == [f"{k} backward" for k in range(3)]
+    assert [name for name in names if "bucket" in name] == [
+        f"ddpopt: bucket {k} ready (32.0 KiB)" for k in range(3)
+    ]
+    (step,) = made.steps
+    assert [bucket.finished_s for bucket in step.buckets] == [None] * 3
+    assert any("torch.profiler" in note for note in made.notes)
 
 
 def test_before_ddp_has_told_its_buckets_a_note_says_when_to_record(one_rank: None) -> None:
@@ -509,7 +478,7 @@ def test_two_recordings_at_a_time_are_refused(one_rank: None) -> None:
         pass
 
 
-def test_what_is_no_ddp_module_is_refused() -> None:
+def test_record_refuses_what_is_no_ddp_module() -> None:
     with pytest.raises(TypeError, match="this is a Linear"), ddpopt.record(nn.Linear(1, 1)):
         pass
 
@@ -538,9 +507,7 @@ def test_on_a_gpu_times_are_those_at_which_it_got_there(
 ) -> None:
     """The processor is ahead; times of steps, sections and gradients are the GPU's."""
     _, model = _model("backward")
-    inputs = batches(0, [(8, WIDTH)] * (SETTLED + 3))
-    for x in inputs[:SETTLED]:
-        model(x).sum().backward()
+    _steps(0, model, SETTLED)
     finish = mock.Mock()
     with monkeypatch.context() as patched:
         patched.setattr(_LateEvent, "first", None)
@@ -549,8 +516,7 @@ def test_on_a_gpu_times_are_those_at_which_it_got_there(
         patched.setattr(clock.Clock, "finish", finish)
         began_s = time.perf_counter()
         with ddpopt.record(model) as recording:
-            for x in inputs[SETTLED:]:
-                model(x).sum().backward()
+            _steps(0, model, 3)
     assert finish.call_count == 2
     assert len(recording.steps) == 3
     for step in recording.steps:

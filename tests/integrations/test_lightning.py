@@ -16,7 +16,7 @@ from torch import nn
 from ddpopt.errors import OptionError, UnsupportedModeError
 from tests.integrations.torchrun import as_torchrun
 from tests.support.models import MLP, WIDTH
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 
 pytest.importorskip("lightning", reason="pip install 'ddpopt[recipes]'")
 
@@ -85,36 +85,7 @@ def _ddp(package: str) -> Any:
     return importlib.import_module(f"{package}.strategies").DDPStrategy(bucket_cap_mb=0.03)
 
 
-def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> dict[str, Any]:
-    """Fit an epoch, go on from its checkpoint, and compare with a twin without the callback.
-
-    Returns the explanation of each fit, and on rank 0 the rows that were logged.
-    """
-    common = {"devices": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
-    callback = DDPOptCallback(EAGER, explanation=f"{folder}/explanation.json")
-    explanations: list[str | None] = []
-    rows: list[dict[str, str]] = []
-    data, checkpoint = _batches(rank), None
-    with as_torchrun(rank):
-        for num_epochs in (1, 2):
-            module = _module(package, step)
-            options = {**common, "strategy": _ddp(package), "max_epochs": num_epochs}
-            trainer = _trainer(package, f"{folder}/{num_epochs}", [callback], **options)
-            trainer.fit(module, data, data, ckpt_path=checkpoint)
-            assert not {"log", "log_dict", "training_step"} & vars(module).keys()
-            checkpoint = f"{folder}/checkpoint"
-            trainer.save_checkpoint(checkpoint)
-            explanations.append(callback.explanation and str(callback.explanation))
-            if rank == 0:
-                with Path(trainer.logger.log_dir, "metrics.csv").open() as file:
-                    rows += csv.DictReader(file)
-        twin = _module(package, step)
-        options = {**common, "strategy": _ddp(package), "max_epochs": 2}
-        _trainer(package, f"{folder}/twin", [], **options).fit(twin, data, data)
-    torch.testing.assert_close(list(module.parameters()), list(twin.parameters()))
-    return {"explanations": explanations, "rows": rows}
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("package", "step", "accumulate"),
     [
@@ -125,17 +96,37 @@ def _fit(rank: int, package: str, folder: str, step: str, accumulate: int) -> di
     ],
 )
 def test_fit_and_resumed_fit_split_log_and_explain(
-    ranks: Ranks, tmp_path: Path, package: str, step: str, accumulate: int
+    rank: int, tmp_path: Path, package: str, step: str, accumulate: int
 ) -> None:
-    """There is validation within; weights equal those of a twin without the callback."""
-    first, second = ranks.run(_fit, package, str(tmp_path), step, accumulate)
-    assert second["explanations"] == [None, None]
-    for text in first["explanations"]:
-        assert "3 backward sections for 4 DDP buckets" in text
+    """Epochs have validation; weights equal those of a twin without the callback."""
+    common = {"devices": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
+    callback = DDPOptCallback(EAGER, explanation=tmp_path / "explanation.json")
+    all_rows: list[dict[str, str]] = []
+    data, checkpoint = _batches(rank), None
+    with as_torchrun(rank):
+        for num_epochs in (1, 2):
+            module = _module(package, step)
+            options = {**common, "strategy": _ddp(package), "max_epochs": num_epochs}
+            trainer = _trainer(package, f"{tmp_path}/{num_epochs}", [callback], **options)
+            trainer.fit(module, data, data, ckpt_path=checkpoint)
+            assert not {"log", "log_dict", "training_step"} & vars(module).keys()
+            checkpoint = f"{tmp_path}/checkpoint"
+            trainer.save_checkpoint(checkpoint)
+            if rank == 1:
+                assert callback.explanation is None
+                continue
+            assert "3 backward sections for 4 DDP buckets" in str(callback.explanation)
+            with Path(trainer.logger.log_dir, "metrics.csv").open() as file:
+                all_rows += csv.DictReader(file)
+        twin = _module(package, step)
+        options = {**common, "strategy": _ddp(package), "max_epochs": 2}
+        _trainer(package, f"{tmp_path}/twin", [], **options).fit(twin, data, data)
+    torch.testing.assert_close(list(module.parameters()), list(twin.parameters()))
+    if rank == 1:
+        return
     assert json.loads((tmp_path / "explanation.json").read_text())["model"] == "Module"
-    rows = [row for row in first["rows"] if row["ddpopt.sections"]]
-    rows_of_module = [row for row in first["rows"] if row["loss"]]
-    assert [row["step"] for row in rows] == [row["step"] for row in rows_of_module]
+    rows = [row for row in all_rows if row["ddpopt.sections"]]
+    assert [row["step"] for row in rows] == [row["step"] for row in all_rows if row["loss"]]
     assert len(rows) == 2 * NUM_BATCHES // accumulate // LOG_EVERY
     assert float(rows[-1]["ddpopt.sections"]) == 3
     assert float(rows[-1]["ddpopt.step.ms"]) > 0
@@ -151,7 +142,7 @@ def test_an_error_before_fit_finds_nothing_to_restore() -> None:
 def test_without_ddp_the_model_is_compiled_whole_and_a_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is so with Lightning's default strategy for one device."""
+    """Lightning's default strategy for one device uses no DDP."""
     caplog.set_level("INFO", logger="ddpopt")
     callback = DDPOptCallback(EAGER)
     trainer = _trainer(PACKAGES[0], str(tmp_path), [callback], devices=1)
@@ -204,7 +195,7 @@ def test_a_module_that_is_compiled_already_is_not_compiled_again() -> None:
 def test_the_callback_is_one_of_the_package_that_the_program_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where both packages or none are imported it is one of both: a Trainer takes its own alone."""
+    """A Trainer takes those of its own package alone; with both or none imported it is of both."""
     both = tuple(importlib.import_module(package).Callback for package in PACKAGES)
     assert integration._callback_classes() == both
     monkeypatch.delitem(integration.sys.modules, PACKAGES[0])

@@ -16,7 +16,7 @@ from torch import nn
 from ddpopt.errors import OptionError, UnsupportedModeError
 from tests.integrations.torchrun import as_torchrun
 from tests.support.models import MLP, WIDTH
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers", reason="pip install 'ddpopt[recipes]'")
 pytest.importorskip("accelerate", reason="pip install 'ddpopt[recipes]'")
@@ -90,41 +90,35 @@ def _train(folder: str, callbacks: list[Any], resume: str | None = None, **more:
     return trainer
 
 
-def _compare(rank: int, folder: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Train, go on from a checkpoint, and compare with a twin without the callback.
-
-    Returns the explanation of each training, and the rows that the last one reported and kept.
-    """
-    texts = []
+@on_ranks(2)
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "bf16": True}])
+def test_training_and_resumed_training_split_log_and_explain(
+    rank: int, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Training has evaluations; weights equal those of a twin without the callback."""
     with _fresh_accelerate(rank):
-        for resume in (None, f"{folder}/with/checkpoint-{NUM_STEPS // 2}"):
-            callback, later = DDPOptCallback(EAGER, explanation=f"{folder}/e.html"), Later()
-            trainer = _train(f"{folder}/with", [callback, later], resume, **more)
-            texts.append(callback.explanation and str(callback.explanation))
-        twin = _train(f"{folder}/twin", [], **more)
+        for resume in (None, f"{tmp_path}/with/checkpoint-{NUM_STEPS // 2}"):
+            callback, later = DDPOptCallback(EAGER, explanation=tmp_path / "e.html"), Later()
+            trainer = _train(f"{tmp_path}/with", [callback, later], resume, **more)
+            if rank == 1:
+                assert callback.explanation is None
+            else:
+                text = str(callback.explanation)
+                assert re.search(r": [34] backward sections for 4 DDP buckets", text)
+        twin = _train(f"{tmp_path}/twin", [], **more)
     pairs = zip(trainer.model.parameters(), twin.model.parameters(), strict=True)
     for parameter, expected in pairs:
         torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-5)
-    return {"explanations": texts, "rows": later.rows, "history": trainer.state.log_history}
-
-
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "bf16": True}])
-def test_training_and_resumed_training_split_log_and_explain(
-    ranks: Ranks, tmp_path: Path, more: dict[str, Any]
-) -> None:
-    """There is evaluation within; weights equal those of a twin without the callback."""
-    first, second = ranks.run(_compare, str(tmp_path), more)
-    assert second["explanations"] == [None, None]
-    for text in first["explanations"]:
-        assert re.search(r": [34] backward sections for 4 DDP buckets", text)
+    if rank == 1:
+        assert later.rows
+        assert all("ddpopt.sections" not in row for row in later.rows)
+        return
     assert "<html" in (tmp_path / "e.html").read_text()
-    for rows in (first["rows"], first["history"]):
+    for rows in (later.rows, trainer.state.log_history):
         trained = [row for row in rows if "loss" in row and row["step"] > NUM_STEPS // 2]
         assert [row["step"] for row in trained] == [6, 8]
         assert all(row["ddpopt.sections"] >= 3 for row in trained)
         assert trained[-1]["ddpopt.step.ms"] > 0
-    assert second["rows"]
-    assert all("ddpopt.sections" not in row for row in second["rows"])
 
 
 def test_what_is_logged_before_any_training_is_left_alone() -> None:

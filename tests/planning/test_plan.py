@@ -28,6 +28,7 @@ from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
 from ddpopt.steps import clock
 from tests.support.buckets import assigned_by_torch, real_buckets
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, train
 
 MIB = 1024 * 1024
@@ -444,22 +445,17 @@ def test_a_model_without_memory_is_planned_from_its_graph() -> None:
 
 
 class _Timed(MLP):
-    """By `_now_s`, its forward takes 2 s and its backward 3 s."""
+    """By `_CLOCK`, its forward takes 2 s and its backward 3 s."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _advance(2.0)
+        _CLOCK.pass_time(2.0)
         output = super().forward(x)
         if output.requires_grad:
-            output.register_hook(lambda _: _advance(3.0))
+            output.register_hook(lambda _: _CLOCK.pass_time(3.0))
         return output
 
 
-_now_s = 0.0
-
-
-def _advance(seconds: float) -> None:
-    global _now_s  # noqa: PLW0603  # a model's own attributes are copied
-    _now_s += seconds
+_CLOCK = FakeClock()  # not an attribute of the model, which is copied
 
 
 def test_without_a_device_times_are_scaled_to_measured_ones() -> None:
@@ -467,7 +463,7 @@ def test_without_a_device_times_are_scaled_to_measured_ones() -> None:
     x = torch.randn(64, 64)
     with (
         mock.patch.object(estimates, "measure_device", return_value=DEVICE),
-        mock.patch.object(clock, "time", mock.Mock(perf_counter=lambda: _now_s)),
+        _CLOCK.replacing_time_of(clock),
     ):
         plan = ddpopt.plan(_Timed(), x, network=SLOW, world_size=2, backend=None)
     profile, estimated = plan.profile, estimate(MLP(), x, device=DEVICE)

@@ -12,35 +12,23 @@ from ddpopt import _torch
 from ddpopt.errors import TorchDriftError
 from ddpopt.planning import stopwatch
 from ddpopt.steps import clock as clocks
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH
-
-
-class _Clock:
-    """Goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def compute(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 def test_an_iteration_is_a_forward_a_backward_and_what_lies_between(one_rank: None) -> None:
     """Backward begins where forward ends, though a loss may be computed before it."""
-    ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    with mock.patch.object(clocks, "time", clock):
+    ddp, clock = DistributedDataParallel(MLP(2)), FakeClock()
+    with clock.replacing_time_of(clocks):
         watch = stopwatch.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
             watch.begin_forward()
-            clock.compute(1)
+            clock.pass_time(1)
             output = ddp(torch.ones(4, WIDTH))
             watch.end_forward()
-            clock.compute(2)
+            clock.pass_time(2)
             output.sum().backward()
-            clock.compute(4)
+            clock.pass_time(4)
         measured = watch.measured()
     watch.stop()
     assert (measured.forward_s, measured.backward_s, measured.between_s) == (1, 2, 4)
@@ -60,18 +48,18 @@ def test_a_name_that_torch_has_moved_is_a_problem_and_no_error(one_rank: None) -
 
 def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank: None) -> None:
     """So Lightning's manual optimization runs; the rest is backward's, or between steps."""
-    ddp, clock = DistributedDataParallel(MLP(2)), _Clock()
-    with mock.patch.object(clocks, "time", clock):
+    ddp, clock = DistributedDataParallel(MLP(2)), FakeClock()
+    with clock.replacing_time_of(clocks):
         watch = stopwatch.Stopwatch(ddp, num_untimed=1)
         for _ in range(7):
             watch.begin_forward()
-            clock.compute(1)
+            clock.pass_time(1)
             output = ddp(torch.ones(4, WIDTH))
-            output.register_hook(lambda _: clock.compute(2))
-            hook = ddp.module.layers[0].weight.register_hook(lambda _: clock.compute(4))
+            output.register_hook(lambda _: clock.pass_time(2))
+            hook = ddp.module.layers[0].weight.register_hook(lambda _: clock.pass_time(4))
             output.sum().backward()
             hook.remove()
-            clock.compute(8)
+            clock.pass_time(8)
             watch.end_forward()
         measured = watch.measured()
     watch.stop()
@@ -82,23 +70,23 @@ def test_a_forward_that_runs_its_backward_ends_with_the_first_gradient(one_rank:
 class _Checkpointed(MLP):
     """Two layers have backwards of their own in the backward; each takes a second."""
 
-    clock: _Clock
+    clock: FakeClock
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(lambda _: self.clock.compute(1))
+        x.register_hook(lambda _: self.clock.pass_time(1))
         for layer in self.layers[:2]:
             x = checkpoint(layer, x, use_reentrant=True)
-            x.register_hook(lambda _: self.clock.compute(1))
+            x.register_hook(lambda _: self.clock.pass_time(1))
         return self.layers[2](x)
 
 
 def test_a_backward_is_measured_to_its_end_and_no_further(one_rank: None) -> None:
     """It includes the backwards within it, and none that follows in the same step."""
-    clock = _Clock()
+    clock = FakeClock()
     model = _Checkpointed(3)
     model.clock = clock
     ddp = DistributedDataParallel(model)
-    with mock.patch.object(clocks, "time", clock):
+    with clock.replacing_time_of(clocks):
         watch = stopwatch.Stopwatch(ddp, num_untimed=0)
         for _ in range(7):
             watch.begin_forward()

@@ -35,6 +35,7 @@ from ddpopt.steps import clock as clocks
 from tests.planning import bucket_machine
 from tests.support.beside import Beside, compiled
 from tests.support.buckets import real_buckets
+from tests.support.fake_clock import FakeClock
 from tests.support.logs import logged
 from tests.support.models import MLP, assert_equal_states, batches, train, twins
 from tests.support.on_ranks import gather, on_ranks
@@ -51,27 +52,20 @@ PAUSE_S = 100 * TICK_S
 SHAPE = (256, 64)
 
 
-def _clock(tick_s: float = TICK_S, later: float = 1.0) -> mock.Mock:
-    """Return a `time` by which any two readings are `tick_s` apart, `later` times that at last.
+def _clock(tick_s: float = TICK_S, later: float = 1.0) -> FakeClock:
+    """Return a clock of which any two readings are `tick_s` apart, `later` times that at last.
 
     That is between the step in which buckets change and those that are compared with the first.
     """
-    readings = itertools.count()
-
-    def read() -> float:
-        number = next(readings)
-        early = min(number, CHANGED)
-        return (early + (number - early) * later) * tick_s
-
-    return mock.Mock(perf_counter=read)
+    return FakeClock(itertools.chain([tick_s] * CHANGED, itertools.repeat(tick_s * later)))
 
 
 @contextlib.contextmanager
-def _simulated(cost: AllreduceCost, clock: mock.Mock | None = None) -> Iterator[None]:
+def _simulated(cost: AllreduceCost, clock: FakeClock | None = None) -> Iterator[None]:
     """Have allreduces cost that much in this block, and time go on by a clock of `_clock`."""
     with (
         mock.patch.object(tuning, "calibrate", return_value=cost),
-        mock.patch.object(clocks, "time", clock or _clock()),
+        (clock or _clock()).replacing_time_of(clocks),
     ):
         yield
 
@@ -90,7 +84,7 @@ class _Search(Beside):
     def end(
         self,
         cost: AllreduceCost = SLOW,
-        clock: mock.Mock | None = None,
+        clock: FakeClock | None = None,
         num_steps: int = DECIDED + 4,
     ) -> str:
         """Take steps until it is over; return the outcome, which is the same on all ranks."""
@@ -285,7 +279,7 @@ def test_a_rank_that_does_not_come_makes_all_stay_and_none_wait(rank: int, absen
     """It does not look for better buckets. For the next module, an equal one, all meet again."""
     beside = Beside(MLP(), split="backward", buckets="ddp" if rank == absent else "auto")
     with (
-        mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")),
+        FakeClock(on_sleep=mock.Mock(side_effect=AssertionError)).replacing_time_of(meetings),
         _simulated(SLOW),
     ):
         beside.train(batches(rank, [SHAPE] * (DECIDED + 4)))
@@ -380,14 +374,8 @@ def test_ranks_that_begin_in_different_steps_stay(rank: int, num_eager: int) -> 
     """The first to meet waits for the limit at most; the other then has its answer."""
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, split="backward", buckets="auto")
-    waited_s = 0.0
-
-    def wait(_seconds: float) -> None:
-        nonlocal waited_s
-        waited_s += 1.0
-
-    clock = mock.Mock(monotonic=lambda: waited_s, sleep=wait)
-    with _simulated(SLOW), mock.patch.object(meetings, "time", clock):
+    clock = FakeClock(on_sleep=lambda _: clock.pass_time(1.0))
+    with _simulated(SLOW), clock.replacing_time_of(meetings):
         for step, x in enumerate(batches(rank, [SHAPE] * (DECIDED + 4))):
             train(ddp, [x], ddp if rank and step < num_eager else run)
     first, second = gather(tuning.find_tuner(ddp).outcome)
@@ -419,7 +407,7 @@ def test_in_a_join_context_ranks_stay_without_waiting(rank: int) -> None:
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, split="backward", buckets="auto")
     with (
-        mock.patch.object(meetings.time, "sleep", side_effect=AssertionError("it waits")),
+        FakeClock(on_sleep=mock.Mock(side_effect=AssertionError)).replacing_time_of(meetings),
         ddp.join(),
     ):
         for x in batches(rank, [SHAPE] * (DECIDED + 1 - 4 * rank)):
@@ -576,15 +564,14 @@ def test_a_forward_of_an_evaluation_is_no_part_of_a_step(rank: int) -> None:
     """It lies between steps with the pauses around it; forward and backward have ticks alone."""
     ddp = DistributedDataParallel(MLP())
     run = compiled(ddp, split="backward", buckets="auto")
-    running, paused_s = _clock(), 0.0
-    clock = mock.Mock(perf_counter=lambda: running.perf_counter() + paused_s)
+    clock = _clock()
     with _simulated(SLOW, clock):
         for x in batches(rank, [SHAPE] * (DECIDED + 1)):
             train(ddp, [x], run)
-            paused_s += PAUSE_S
+            clock.pass_time(PAUSE_S)
             with torch.no_grad():
                 run(x)
-            paused_s += PAUSE_S
+            clock.pass_time(PAUSE_S)
     profile = tuning.find_tuner(ddp).best.profile
     assert profile.forward_s == pytest.approx(TICK_S)
     assert 0 < profile.backward_s < PAUSE_S

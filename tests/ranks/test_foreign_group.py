@@ -13,6 +13,7 @@ import ddpopt
 from ddpopt.errors import OptionError
 from ddpopt.planning import tuner
 from ddpopt.split import state
+from tests.support.beside import compiled
 from tests.support.cuts import only_cut
 from tests.support.models import MLP, assert_equal_states, batches, train
 
@@ -70,20 +71,18 @@ def _average(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annot
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_it_is_trained_cut_and_refused_only_where_ranks_would_meet() -> None:
-    """Eagerly too, once our backend is loaded. A comm hook with a state communicates."""
+def test_a_group_that_is_not_torchs_trains_and_is_refused_only_where_ranks_would_meet() -> None:
+    """Training is eager too, once our backend is loaded. A comm hook with a state communicates."""
     inputs = batches(0, [(8, 64)] * 4)
     states = []
-    for options in (None, {"inner": "aot_eager"}, {"inner": "aot_eager", "buckets": "auto"}):
+    for options in (None, {}, {"buckets": "auto"}):
         torch._dynamo.reset()
         torch.manual_seed(0)
         ddp = DistributedDataParallel(
             MLP(), process_group=_Alone(), bucket_cap_mb=0.03, broadcast_buffers=False
         )
         ddp.register_comm_hook(object(), _average)
-        model = None
-        if options is not None:
-            model = torch.compile(ddp, backend="ddpopt", options=options)
+        model = None if options is None else compiled(ddp, **options)
         states.append(train(ddp, inputs, model))
     assert_equal_states(states[1], states[0])
     assert_equal_states(states[2], states[0])

@@ -1,44 +1,33 @@
-"""Ranks that meet through a store: blocks that end together, and decisions. Ranks are threads."""
+"""Ranks that meet through a store, on a clock of their own: blocks that end together, decisions."""
 
 from __future__ import annotations
 
 import collections
-import threading
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-from benchmarks.meetings.measuring import CountingStore
-from ddpopt import _logs, _torch
+from benchmarks.meetings.measuring import FakeGroup
 from ddpopt.errors import PeerError
 from ddpopt.ranks import meetings
 from ddpopt.ranks.meetings import JointDecision, monitored_block, next_key
+from ddpopt.ranks.store import GroupStore
 from tests.ranks import meeting_machines
 from tests.ranks.meeting_machines import Blocks, Decisions
-from tests.support.hanging_store import LIMIT_S
+from tests.support.logs import logged
 from tests.support.machines import run_machine
-from tests.support.threads_as_ranks import FakeGroup, on_ranks
+from tests.support.simulated_ranks import World
+
+SILENCE_S = 10.0
 
 
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    """The one store of all groups."""
-    made = dist.HashStore()
-    monkeypatch.setattr(_torch, "store_of", lambda _: made)
-    return made
-
-
-def _block(group: Any, silence_s: float = LIMIT_S) -> Any:
-    return monitored_block(group, "work", "working", silence_s=silence_s)
-
-
-KEY = "ddpopt/work/1"  # of the first block
+def _block(group: Any) -> Any:
+    return monitored_block(group, "work", "working", silence_s=SILENCE_S)
 
 
 def test_no_two_keys_of_a_group_are_equal() -> None:
-    """But another group begins to count, also one with its name: it may have another store."""
+    """Another group begins to count, also one of the same name: it may have another store."""
     group: Any = FakeGroup(0, 1)
     keys = [next_key(group, name) for name in ("a", "a", "b")]
     assert len(set(keys)) == 3
@@ -48,13 +37,13 @@ def test_no_two_keys_of_a_group_are_equal() -> None:
 
 @pytest.mark.parametrize("machine", [Blocks, Decisions])
 def test_meetings_keep_their_promises_whatever_ranks_and_store_do(machine: Any) -> None:
-    """All are told the same, soon, and only those are blamed who did not do what they should."""
+    """All ranks are told the same, soon; only those are blamed who did not do what they should."""
     run_machine(machine, num_examples=100, num_steps=25)
 
 
 @pytest.mark.parametrize("num_calls", range(1, 8))
 def test_a_rank_that_stops_while_it_comes_is_not_waited_for_forever(num_calls: int) -> None:
-    """Between writing its first report and counting itself in, for one."""
+    """The rank may have written its first report, and not have counted itself in."""
     ranks = Blocks()
     ranks.begin(seed=num_calls, connecting_s=0.0)
     ranks.come_and_stop(0, num_calls)
@@ -64,7 +53,7 @@ def test_a_rank_that_stops_while_it_comes_is_not_waited_for_forever(num_calls: i
 
 
 def test_a_rank_that_decides_alone_waits_for_one_time_limit() -> None:
-    """The others are announced, and do not come."""
+    """Ranks 1 and 2 are announced, and do not come."""
     ranks = Decisions()
     ranks.begin(seed=0, connecting_s=0.0)
     ranks.all_come(1.0)
@@ -78,7 +67,7 @@ def test_a_rank_that_decides_alone_waits_for_one_time_limit() -> None:
 
 
 def test_one_rank_looks_up_who_is_late_for_all_that_wait() -> None:
-    """Here rank 2, which has announced itself and does not decide."""
+    """Rank 2 is late: it has announced itself and does not decide."""
     ranks = Decisions()
     ranks.begin(seed=0, connecting_s=0.0)
     ranks.all_come(1.0)
@@ -87,63 +76,61 @@ def test_one_rank_looks_up_who_is_late_for_all_that_wait() -> None:
         ranks.end_work(stay, "")
     ranks.teardown()
     assert [stay.told for stay in ranks.stays()[:2]] == ["rank 2 did not come within 10 s"] * 2
-    looked_up = [key for key in ranks.world.store.num_checks if "/came/" in key]
-    assert len(looked_up) == 3
-    assert {ranks.world.store.num_checks[key] for key in looked_up} == {1}
+    checks = [call.key for call in ranks.world.store.requests if call.name == "check"]
+    looked_up = [key for key in checks if "/came/" in key]
+    assert len(looked_up) == len(set(looked_up)) == 3
 
 
 @pytest.mark.parametrize("size", [4, 64])
-def test_a_meeting_costs_each_rank_requests_that_do_not_grow_with_ranks(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_meeting_costs_each_rank_requests_that_do_not_grow_with_ranks(size: int) -> None:
     """Looks for the answer are made for as long as a rank waits, less often with more ranks."""
-    counted, made = (
-        dist.HashStore(),
-        collections.defaultdict(lambda: CountingStore(lambda: counted)),
-    )
-    are_announced = threading.Barrier(size)
-    monkeypatch.setattr(_torch, "store_of", lambda group: made[group])
+    world = World(size)
 
-    def run(group: Any) -> None:
+    def meet(group: Any) -> str:
         with _block(group):
             pass
-        decision = JointDecision(group, "looking", "key", LIMIT_S)
-        are_announced.wait(LIMIT_S)
-        assert decision.decide() is None
+        decision = JointDecision(group, "looking", "key", SILENCE_S)
+        world.sleep(SILENCE_S)  # all are announced
+        return str(decision.decide())
 
-    assert on_ranks(size, run) == ["None"] * size
-    assert len(made) == size
-    for connection in made.values():
-        connection.num.pop("look", 0)
-        assert sum(connection.num.values()) <= 14, connection.num
+    with world.simulated():
+        assert world.run(meet) == ["None"] * size
+    num_requests = collections.Counter(
+        request.rank
+        for request in world.store.requests
+        if (request.name, request.key.rpartition("/")[2]) != ("check", "answer")
+    )
+    assert len(num_requests) == size
+    assert max(num_requests.values()) <= 14
 
 
-@pytest.mark.usefixtures("shared")
-def test_one_of_those_that_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names their phase too."""
-    monkeypatch.setattr(meetings, "_REPORT_S", 0.05)
-    tellers: list[int] = []  # threads
-    is_said = threading.Event()
+def test_one_of_those_that_wait_says_for_whom_and_what_that_rank_does() -> None:
+    world = World(3)
 
-    def note(text: str, *args: object) -> None:
-        # Before rank 2 has come, its name is in the line as well.
-        if text % args == "work: still waiting for rank 0 (working)":
-            tellers.append(threading.get_ident())
-            if len(tellers) == 3:
-                is_said.set()
-
-    def run(group: Any) -> None:
-        with _block(group, silence_s=1.0 if group.rank() else LIMIT_S):
+    def work(group: Any) -> None:
+        with _block(group):
             if group.rank() == 0:
-                assert is_said.wait(LIMIT_S)
+                world.sleep(3.5 * meetings._REPORT_S)
 
-    monkeypatch.setattr(meetings, "_BEATS", 1000)
-    with mock.patch.object(_logs, "warning", note):
-        assert on_ranks(3, run) == ["None"] * 3
-    assert len(set(tellers)) == 1
+    with (
+        world.simulated(),
+        mock.patch.object(meetings, "_REPORT_S", 5.0),
+        logged("warning") as lines,
+    ):
+        assert world.run(work) == [None] * 3
+    assert lines == ["work: still waiting for rank 0 (working)"] * 3
 
 
-def test_a_store_with_values_of_an_earlier_group_is_refused(shared: dist.Store) -> None:
-    shared.add(f"{KEY}/entered", 2)
-    with pytest.raises(PeerError, match="of an earlier group"), _block(FakeGroup(0, 2)):
-        pass
+def test_a_store_with_values_of_an_earlier_group_is_refused() -> None:
+    world = World(2)
+
+    def enter(group: Any) -> None:
+        for _ in range(2):
+            GroupStore(group, "work", "ddpopt/work/1", SILENCE_S).count("entered")
+        with _block(group):
+            pass
+
+    with world.simulated():
+        (error,) = world.run(enter, ranks=[0])
+    assert isinstance(error, PeerError)
+    assert "of an earlier group" in str(error)

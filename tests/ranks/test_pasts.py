@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 from ddpopt.planning.tuner import find_tuner
 from ddpopt.split import state
+from tests.support.beside import compiled
 from tests.support.models import MLP, batches
 from tests.support.ranks import MakeRanks
 
@@ -20,8 +21,7 @@ _NUM_STEPS = 24  # in which a search ends
 def _train_verified(rank: int, num_steps: int) -> str:
     """Train a model with the search for buckets, after it was warmed up and verified."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
-    options = {"inner": "eager", "buckets": "auto"}
-    model = torch.compile(ddp, backend="ddpopt", options=options)
+    model = compiled(ddp, inner="eager", buckets="auto")
     inputs = batches(rank, [(8, 64)] * num_steps)
     ddpopt.warmup(model, inputs[0])
     assert ddpopt.verify(model, inputs[0]).passed
@@ -47,7 +47,7 @@ def _live_on(rank: int, num_ranks_before: int, store: str) -> str:
 
 
 def test_a_rank_that_lived_on_meets_one_that_is_new(make_ranks: MakeRanks, tmp_path: Path) -> None:
-    """As after an in-process restart, in reused actors, and with a spare rank."""
+    """A rank lives on at an in-process restart, in a reused actor, and beside a spare rank."""
     first, second = make_ranks(2).run(_live_on, 1, str(tmp_path / "store"))
     assert first == second
     assert "did not" not in first

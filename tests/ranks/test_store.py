@@ -5,20 +5,20 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import time
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from benchmarks.meetings.measuring import FakeGroup
 from ddpopt import _torch
 from ddpopt.errors import PeerError
 from ddpopt.ranks import store
 from ddpopt.ranks.store import GroupStore, name_ranks
-from tests.support.hanging_store import LIMIT_S, hanging_store
 from tests.support.simulated_ranks import World
-from tests.support.threads_as_ranks import FakeGroup
+
+LIMIT_S = 300.0
 
 
 def _store(group: Any, limit_s: float = LIMIT_S) -> GroupStore:
@@ -27,29 +27,25 @@ def _store(group: Any, limit_s: float = LIMIT_S) -> GroupStore:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
-    """A group of one, whose store is in this process."""
+    """A group of one, whose store is one of torch's in this process."""
     shared = dist.HashStore()
     monkeypatch.setattr(_torch, "store_of", lambda _: shared)
     return FakeGroup(0, 1)
 
 
-def test_a_value_that_is_written_is_read(group: FakeGroup) -> None:
-    """So it is by a meeting that has the same key."""
+def test_a_value_that_is_written_is_read_by_any_meeting_with_its_key(group: FakeGroup) -> None:
     group_store = _store(group)
     assert group_store.find("sign") == ""
     group_store.set("sign", "here")
     assert [group_store.find("sign"), group_store.has("other")] == ["here", False]
     assert [group_store.set_first("answer", text) for text in ("yes", "no", "")] == ["yes"] * 3
-    assert [group_store.count("in"), group_store.count("in"), group_store.read_count("in")] == [
-        1,
-        2,
-        2,
-    ]
+    numbers = [group_store.count("in"), group_store.count("in"), group_store.read_count("in")]
+    assert numbers == [1, 2, 2]
     assert _store(group).get_all(["answer", "sign"]) == ["yes", "here"]
 
 
 def test_all_meetings_of_a_group_have_one_connection_and_one_thread(group: FakeGroup) -> None:
-    """The connection is not the group's own; both end with the group."""
+    """The connection is not the group's own; connection and thread end with the group."""
     own = mock.Mock(**{"clone.side_effect": dist.HashStore})
     with mock.patch.object(_torch, "store_of", return_value=own):
         stores = [_store(group) for _ in range(3)]
@@ -69,24 +65,30 @@ def test_all_meetings_of_a_group_have_one_connection_and_one_thread(group: FakeG
     assert thread.is_alive()
 
 
-def test_a_store_that_does_not_answer_is_asked_once(
-    group: FakeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call after the limit fails without another try; the next meeting connects anew."""
-    monkeypatch.setattr(store, "_CONNECTING_S", 0.0)
-    with hanging_store() as hanging:
+def test_a_store_that_does_not_answer_is_asked_once() -> None:
+    """A later call fails at once, after whatever limit; the next meeting connects anew."""
+    world = World(1)
+
+    def ask(group: Any) -> str:
         group_store = _store(group, 0.05)
+        group_store.find("x")
+        world.store.hangs = True
         for _ in range(2):
-            with pytest.raises(PeerError, match=r"^testing: .* gone \(no answer within 0\.05 s\)"):
+            with pytest.raises(PeerError, match=r"^testing: .*0\.05 s"):
                 group_store.find("x")
             group_store.limit_s = LIMIT_S
-        assert hanging.num_calls == 1
-    assert _store(group).find("x") == ""
+        assert world.now_s < 0.1
+        world.store.hangs = False
+        return _store(group).find("x")
+
+    with world.simulated():
+        assert world.run(ask) == [""]
+    assert world.store.num_connections == 2
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_process_that_was_stopped_while_it_asked_blames_no_store(seed: int) -> None:
-    """For however long, and whichever of its threads goes on first."""
+    """The process was stopped for however long; any of its threads may go on first."""
     world, found = World(1, seed), list[str]()
     (process,) = world.processes
     with world.simulated():
@@ -99,26 +101,39 @@ def test_a_process_that_was_stopped_while_it_asked_blames_no_store(seed: int) ->
     assert found == [""]
 
 
-def test_connecting_has_a_limit_of_its_own(
-    group: FakeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And who has taken long for it allows others longer, in the group's first meeting alone."""
+def test_connecting_has_a_limit_of_its_own() -> None:
+    """A call may take less time than connecting took, and not more than its own limit."""
+    world = World(1)
+    world.store.connecting_s = 20.0
 
-    class _Slow:
-        def clone(self) -> dist.Store:
-            time.sleep(0.2)
-            return dist.HashStore()
+    def ask(group: Any) -> str:
+        return _store(group, 0.01).find("x")
 
-    monkeypatch.setattr(_torch, "store_of", lambda _: _Slow())
-    first = GroupStore(FakeGroup(0, 100), "testing", "first", 0.01)  # type: ignore[arg-type]
-    assert first.allowance_s == 0.0
-    assert first.find("x") == ""
-    assert 20.0 <= first.allowance_s <= LIMIT_S
-    assert _store(first._group).allowance_s == 0.0
+    with world.simulated():
+        assert world.run(ask) == [""]
+        world.store.hangs = True
+        (error,) = world.run(ask)
+        assert "0.01 s" in str(error)
+        (error,) = world.run(ask)  # which connects anew
+        assert f"{store._CONNECTING_S:g} s" in str(error)
+
+
+def test_a_rank_that_took_long_to_connect_allows_others_longer_in_the_first_meeting_alone() -> None:
+    world = World(100)
+    world.store.connecting_s = 0.2
+
+    def allow(group: Any) -> list[float]:
+        first = _store(group)
+        before_s = first.allowance_s
+        first.find("x")
+        return [before_s, first.allowance_s, _store(group).allowance_s]
+
+    with world.simulated():
+        assert world.run(allow, ranks=[0]) == [[0.0, pytest.approx(100 * 0.2), 0.0]]
 
 
 def test_an_error_in_a_call_is_told_and_ends_all_calls(group: FakeGroup) -> None:
-    """The message has its words, and it is the cause."""
+    """The call's error is named in the one that is raised, and is its cause."""
     group_store = _store(group)
     with pytest.raises(PeerError, match="no such key") as caught:
         group_store._ask(lambda store: {}["no such key"])
@@ -127,22 +142,24 @@ def test_an_error_in_a_call_is_told_and_ends_all_calls(group: FakeGroup) -> None
         group_store.find("x")
 
 
-def test_signs_of_life_are_written_until_the_block_ends(group: FakeGroup) -> None:
-    """Each differs from the one before."""
-    group_store, seen = _store(group), []
-    until_s = time.monotonic() + LIMIT_S
-    with group_store.writing("sign", map(str, itertools.count()), 1e-3):
-        while len(seen) < 3 and time.monotonic() < until_s:
-            if (sign := group_store.find("sign")) and sign not in seen:
-                seen.append(sign)
-    assert len(seen) == 3
-    last = group_store.find("sign")
-    time.sleep(0.05)
-    assert group_store.find("sign") == last
+def test_signs_of_life_differ_and_are_written_until_the_block_ends() -> None:
+    world = World(1)
+
+    def live(group: Any) -> list[str]:
+        group_store, seen = _store(group), []
+        with group_store.writing("sign", map(str, itertools.count()), 1.0):
+            for _ in range(3):
+                world.sleep(1.1)
+                seen.append(group_store.find("sign"))
+        world.sleep(LIMIT_S)
+        return [*seen, group_store.find("sign")]
+
+    with world.simulated():
+        assert world.run(live) == [["0", "1", "2", "2"]]
 
 
 class _Only(dist.Store):
-    """Is a store that a user wrote in Python, which has one connection only."""
+    """A store that a user wrote in Python, which has one connection only."""
 
     def check(self, keys: list[str]) -> bool:
         return keys == ["test/own/x"]
@@ -161,8 +178,7 @@ def test_a_store_without_a_second_connection_is_called_itself(
     assert store._connect_anew(behind_a_prefix) is behind_a_prefix
 
 
-def test_ranks_are_named_in_few_words() -> None:
-    """Eight of them are shown at most."""
+def test_of_many_ranks_eight_are_named() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([5, 0]) == "ranks 0, 5"
     assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

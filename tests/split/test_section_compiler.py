@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.split import section_compiler
 from tests.support.beside import compiled
+from tests.support.fake_clock import FakeClock
 from tests.support.logs import logged
 from tests.support.models import MLP
 
@@ -31,14 +32,11 @@ def test_a_long_compile_tells_which_section_it_is_at(
         assert len(lines) == len(expected)
 
 
-def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compile_of_many_sections_tells_no_more_often_than_every_3_s() -> None:
     """A hundred sections of half a second each: from the third second on, every sixth."""
-    seconds = iter(range(1000))
-    monkeypatch.setattr(section_compiler.time, "monotonic", lambda: next(seconds) / 2)
     compiler = section_compiler.SectionCompiler("0/0", 100, _began_s=0.0)
-    with logged("progress") as lines:
+    clock = FakeClock(tick_s=0.5)
+    with logged("progress") as lines, clock.replacing_time_of(section_compiler):
         for index in range(100):
             compiler.compile(index, "", lambda: None)
     numbers = re.findall(r"compiling section (\d+) of 100", "\n".join(lines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import subprocess
 import sys
 import weakref
@@ -20,6 +19,7 @@ from ddpopt.steps import clock as clocks
 from ddpopt.steps import forwards
 from ddpopt.steps.clock import IterationClock
 from ddpopt.steps.forwards import Subscriber, Turn, ask_at_first, subscribe, unsubscribe
+from tests.support.fake_clock import FakeClock
 
 
 class _Noting(Subscriber):
@@ -136,8 +136,7 @@ def test_a_step_lasts_from_a_forward_that_communicates_to_the_next(one_rank: Non
     """Evaluation and micro-batches under `no_sync` are a part of it."""
     ddp, clock = _ddp(), IterationClock()
     subscribe(ddp, clock)
-    seconds = itertools.count(10, 5)
-    with mock.patch.object(clocks, "time", mock.Mock(perf_counter=lambda: next(seconds))):
+    with FakeClock(tick_s=5).replacing_time_of(clocks):
         _run(ddp)
         assert clock.last_s is None
         with ddp.no_sync():

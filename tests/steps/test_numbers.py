@@ -44,7 +44,7 @@ def test_a_number_stays(one_rank: None) -> None:
 
 
 def test_a_backward_that_reduces_nothing_gives_no_number(one_rank: None) -> None:
-    """Such are those under `no_sync`, and those of the module in DDP; evaluations have none."""
+    """Backwards under `no_sync`, and of the module in DDP, reduce nothing."""
     ddp = _ddp()
     with ddp.no_sync():
         _run(ddp)

@@ -70,7 +70,7 @@ def test_every_subscriber_is_known_to_observe_or_to_raise() -> None:
 def test_an_observer_that_raises_ends_no_training(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is reported once, and gradients are eager's."""
+    """The error is reported once, and gradients are eager's."""
     monkeypatch.setattr(observing, "_reported", set())
     ddp, expected = twins(MLP(), bucket_cap_mb=0.01, static_graph=True)
     if owner in (hint._Watch, early._Watch):  # several ranks have one

@@ -7,36 +7,26 @@ within backwards.
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpopt.steps import clock as clocks
 from ddpopt.steps.clock import Clock
 from ddpopt.steps.timer import StepTimer
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH
 
 X = torch.ones(2, WIDTH)
 NUM_TO_SETTLE = 2  # steps, after which DDP has its buckets
 
 
-class _Clock(Clock):
-    """Tells how often it has been asked."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self._readings = itertools.count(1)
-
-    def now(self) -> float:
-        return float(next(self._readings))
-
-
 def _timed(**more: Any) -> tuple[DistributedDataParallel, StepTimer]:
     """A DDP module of two weights, each in a bucket, and its timer."""
     ddp = DistributedDataParallel(MLP(2, bias=False), bucket_cap_mb=0.01)
-    return ddp, StepTimer(ddp, _Clock(), **more)
+    return ddp, StepTimer(ddp, Clock(torch.device("cpu")), **more)
 
 
 def _forward(ddp: DistributedDataParallel, timer: StepTimer) -> torch.Tensor:
@@ -63,9 +53,10 @@ def test_a_gradient_is_ready_before_its_bucket_is_launched_and_that_is_noted_aft
         on_end=lambda: notes.append("end"),
     )
     ddp.register_comm_hook(None, reduce)
-    for _ in range(NUM_TO_SETTLE + 1):
-        notes.clear()
-        _forward(ddp, timer).backward()
+    with FakeClock(tick_s=1).replacing_time_of(clocks):
+        for _ in range(NUM_TO_SETTLE + 1):
+            notes.clear()
+            _forward(ddp, timer).backward()
     one_bucket = ["allreduce", "launched"]
     assert notes == ["ready 1", *one_bucket, "ready 0", *one_bucket, "end"]
     step = timer.steps[-1]
@@ -99,7 +90,7 @@ def test_a_forward_with_all_parameters_frozen_is_in_no_step(one_rank: None) -> N
 
 
 def test_a_gradient_in_no_step_is_unreduced_until_a_steps_backward_ends(one_rank: None) -> None:
-    """It is of the module in DDP, of a second backward after a step's, or of `no_sync`."""
+    """Gradients of the module in DDP, of a second backward, and of `no_sync` are in no step."""
     ddp, timer = _timed()
 
     def finish_a_step() -> None:
@@ -122,7 +113,7 @@ def test_a_gradient_in_no_step_is_unreduced_until_a_steps_backward_ends(one_rank
 
 
 def test_of_the_gradients_only_those_that_are_watched_are_noted(one_rank: None) -> None:
-    """None is once the timer has been stopped."""
+    """Once the timer has been stopped, no gradient is noted."""
     indices: list[int] = []
     ddp, timer = _timed(on_ready=indices.append)
     timer.watch_only({0})

@@ -13,17 +13,24 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
 from tests.support.device import DEVICE
-from tests.support.models import assert_equal_states, state_of
+from tests.support.models import WAYS, assert_equal_states, state_of
 
 BACKEND = "ddpopt"
 Loss = Callable[[Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def compiled(module: nn.Module, inner: Any = "aot_eager", **options: Any) -> Any:
-    """Compile with ddpopt's backend; what is not `torch.compile`'s own goes to the backend."""
+def arguments_for(inner: Any = "aot_eager", **options: Any) -> dict[str, Any]:
+    """Return the arguments with which `torch.compile` uses ddpopt's backend.
+
+    What is not `torch.compile`'s own is an option of the backend.
+    """
     of_torch = {name: options.pop(name) for name in ("dynamic", "fullgraph") if name in options}
-    return torch.compile(module, backend=BACKEND, options={"inner": inner, **options}, **of_torch)
+    return {"backend": BACKEND, "options": {"inner": inner, **options}, **of_torch}
+
+
+def compiled(module: nn.Module, inner: Any = "aot_eager", **options: Any) -> Any:
+    return torch.compile(module, **arguments_for(inner, **options))
 
 
 def mean_square(output: Any) -> torch.Tensor:
@@ -41,7 +48,7 @@ class Beside:
     """DDP modules with equal weights: `ddp`, which `run` calls compiled, and `eager`.
 
     With `as_unsplit` there is a third one, compiled by the inner backend as a whole: gradients and
-    parameters have to equal it bitwise, and eager's within rounding.
+    parameters have to equal it bitwise, and eager's within rounding. `way` is one of `WAYS`.
 
     Each step compares loss, gradients, parameters and buffers. A test may set `run` anew.
     """
@@ -54,18 +61,14 @@ class Beside:
         loss_of: Loss = mean_square,
         make_optimizer: MakeOptimizer = sgd,
         as_unsplit: bool = False,
+        way: str = "torch.compile(DDP(m))",
         **options: Any,
     ) -> None:
-        num_ways = 3 if as_unsplit else 2
-        self._begin(
-            [
-                DistributedDataParallel(copy.deepcopy(model).to(DEVICE), **(ddp_options or {}))
-                for _ in range(num_ways)
-            ],
-            options,
-            loss_of,
-            make_optimizer,
-        )
+        ddp_options = ddp_options or {}
+        models = [copy.deepcopy(model).to(DEVICE) for _ in range(3 if as_unsplit else 2)]
+        run = WAYS[way](models[0], lambda: arguments_for(**options), ddp_options)
+        others = [DistributedDataParallel(model, **ddp_options) for model in models[1:]]
+        self._begin([state.ddp_of(run), *others], options, loss_of, make_optimizer, run)
 
     def _begin(
         self,
@@ -73,9 +76,10 @@ class Beside:
         options: dict[str, Any],
         loss_of: Loss,
         make_optimizer: MakeOptimizer,
+        run: Any = None,
     ) -> None:
         self.ddp, self.eager, *unsplit = ddps
-        self.run = compiled(self.ddp, **options)
+        self.run = compiled(self.ddp, **options) if run is None else run
         self._rest = options, loss_of, make_optimizer
         self._loss_of = loss_of
         inner = options.get("inner", "aot_eager")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+from torch._dynamo.utils import counters
 
 import ddpopt
 from ddpopt.split.cut import Cut
@@ -19,3 +23,12 @@ def assert_as_planned(module: Any) -> None:
     buckets = ddpopt.explain(module).buckets
     assert buckets
     assert [bucket for bucket in buckets if not bucket.is_as_planned] == []
+
+
+@contextlib.contextmanager
+def compiling_nothing() -> Iterator[None]:
+    """Check that Dynamo has compiled graphs before this block, and compiles none in it."""
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
+    yield
+    assert counters["stats"]["unique_graphs"] == num_graphs

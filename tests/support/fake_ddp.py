@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.meetings.measuring import FakeGroup
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
 from tests.support.cuts import only_cut
-from tests.support.threads_as_ranks import FakeGroup
 
 _MIB = 1024 * 1024
 

@@ -168,11 +168,11 @@ def train(
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of gradients, parameters and buffers by name."""
+    """Return a copy of gradients, parameters and buffers by the names of an uncompiled module."""
     state = {f"grad {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
     state |= {f"param {n}": p for n, p in module.named_parameters()}
     state |= {f"buffer {n}": b for n, b in module.named_buffers()}
-    return {name: value.detach().clone() for name, value in state.items()}
+    return {n.replace("_orig_mod.", ""): value.detach().clone() for n, value in state.items()}
 
 
 def assert_equal_states(

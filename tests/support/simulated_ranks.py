@@ -2,6 +2,7 @@
 
     world = World(seed=7)
     with world.simulated():
+        world.run(lambda group: ...)  # to its end, on all ranks
         world.start(world.processes[0], lambda: ...)  # what rank 0 runs, with `world.group_of(0)`
         world.pass_time(2.5)  # all that happens in 2.5 s, in no time
 
@@ -13,21 +14,23 @@ equal seeds run equally.
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import functools
 import queue
 import random
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks.meetings.measuring import FakeGroup
 from ddpopt import _torch
+from ddpopt.errors import PeerError
 from ddpopt.ranks import meetings, store
+from tests.support.fake_clock import FakeClock
 
 _MOST_WAITS = 20_000  # in one `pass_time`; more are a loop that lets no time pass
 
@@ -59,7 +62,7 @@ class World:
     """Processes of ranks, a store, and a clock."""
 
     def __init__(self, size: int = 3, seed: int = 0) -> None:
-        self.now_s = 0.0
+        self._clock = FakeClock(on_sleep=self.sleep)
         self.random = random.Random(seed)
         self.processes = [Process(rank) for rank in range(size)]
         self.store = Store(self)
@@ -73,17 +76,19 @@ class World:
         self._error: BaseException | None = None
         self._is_over = False
 
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
     def group_of(self, rank: int) -> Any:
         return self._groups[rank]
 
     @contextlib.contextmanager
     def simulated(self) -> Iterator[None]:
         """Have meetings use this world's store, clock, queues and threads."""
-        clock = types.SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
         queues = types.SimpleNamespace(SimpleQueue=lambda: _Queue(self), Empty=queue.Empty)
         with (
-            mock.patch.object(meetings, "time", clock),
-            mock.patch.object(store, "time", clock),
+            self._clock.replacing_time_of(meetings, store),
             mock.patch.object(store, "queue", queues),
             mock.patch.object(store, "threading", types.SimpleNamespace(Thread=self._thread)),
             mock.patch.object(store, "_connections", weakref.WeakKeyDictionary()),
@@ -101,6 +106,27 @@ class World:
         self._tasks.append(task)
         threading.Thread(target=self._run_task, args=(task,), daemon=True).start()
 
+    def run(
+        self, function: Callable[[Any], Any], ranks: Iterable[int] = (), seconds: float = 3600.0
+    ) -> list[Any]:
+        """Call a function on some ranks (all by default) with the rank's group, and let time pass.
+
+        Returns what each returned, or the PeerError that it raised; None if it has not ended.
+        """
+        processes = [self.processes[rank] for rank in ranks] or self.processes
+        results: list[Any] = [None] * len(processes)
+
+        def note(index: int, process: Process) -> None:
+            try:
+                results[index] = function(self.group_of(process.rank))
+            except PeerError as error:
+                results[index] = error
+
+        for index, process in enumerate(processes):
+            self.start(process, functools.partial(note, index, process))
+        self.pass_time(seconds)
+        return results
+
     def pass_time(self, seconds: float) -> None:
         """Let everything happen that does in this time; raise an error that nobody expected."""
         self._num_waits = 0
@@ -110,6 +136,11 @@ class World:
         self._raise_error()
 
     # ---- What threads of processes call --------------------------------------------------------
+
+    @property
+    def running_rank(self) -> int:
+        assert self._running is not None
+        return self._running.process.rank
 
     def wait(self, is_ready: Callable[[], object], seconds: float = float("inf")) -> None:
         """Let others run until a condition holds, or some time has passed."""
@@ -150,9 +181,9 @@ class World:
         if not ready:
             next_s = min((task.until_s for task in running), default=float("inf"))
             if next_s > self._end_s:
-                self.now_s = self._end_s
+                self._clock.now_s = self._end_s
                 return None
-            self.now_s = next_s
+            self._clock.now_s = next_s
             ready = [task for task in running if task.until_s <= next_s]
         return self.random.choice(ready)
 
@@ -199,6 +230,14 @@ class _Queue:
         return self._items.pop(0)
 
 
+class Request(NamedTuple):
+    """A call of the store by a rank; of several keys the first."""
+
+    rank: int
+    name: str
+    key: str
+
+
 class Store:
     """A store as torch's are, which takes its time, and may hang.
 
@@ -210,18 +249,20 @@ class Store:
         self.latency_s = 1e-3
         self.connecting_s = 0.0
         self.hangs = False
-        self.num_checks: collections.Counter[str] = collections.Counter()  # by key
+        self.num_connections = 0
+        self.requests: list[Request] = []
         self._world = world
         self._free_s = 0.0  # when the next connection can be made
         self._values: dict[str, bytes] = {}
 
     def clone(self) -> Store:
+        self.num_connections += 1
         self._free_s = max(self._free_s, self._world.now_s) + self.connecting_s
         self._travel(self._free_s - self._world.now_s)
         return self
 
     def set(self, key: str, value: str) -> None:
-        self._call(lambda: self._values.__setitem__(key, value.encode()))
+        self._call("set", key, lambda: self._values.__setitem__(key, value.encode()))
 
     def get(self, key: str) -> bytes:
         (value,) = self.multi_get([key])
@@ -229,11 +270,10 @@ class Store:
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         assert all(key in self._values for key in keys), f"waits for a value, one of {keys}"
-        return self._call(lambda: [self._values[key] for key in keys])
+        return self._call("get", keys[0], lambda: [self._values[key] for key in keys])
 
     def check(self, keys: list[str]) -> bool:
-        self.num_checks.update(keys)
-        return self._call(lambda: all(key in self._values for key in keys))
+        return self._call("check", keys[0], lambda: all(key in self._values for key in keys))
 
     def add(self, key: str, amount: int) -> int:
         def add() -> int:
@@ -241,13 +281,14 @@ class Store:
             self._values[key] = str(total).encode()
             return total
 
-        return self._call(add)
+        return self._call("add", key, add)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         assert not expected
-        return self._call(lambda: self._values.setdefault(key, desired.encode()))
+        return self._call("set", key, lambda: self._values.setdefault(key, desired.encode()))
 
-    def _call(self, work: Callable[[], Any]) -> Any:
+    def _call(self, name: str, key: str, work: Callable[[], Any]) -> Any:
+        self.requests.append(Request(self._world.running_rank, name, key))
         seconds = self.latency_s * self._world.random.uniform(0.1, 1.0) / 2
         self._travel(seconds)
         answer = work()

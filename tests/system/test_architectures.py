@@ -33,7 +33,7 @@ HANDFUL = {
 @pytest.mark.quick("gpt2")
 @pytest.mark.parametrize("name", HANDFUL)
 def test_an_architecture_trains_as_with_eager_ddp(ranks: Ranks, name: str) -> None:
-    """It is cut, and losses, gradients of three steps, parameters and buffers are equal."""
+    """The model is cut; losses, gradients of three steps, parameters and buffers are equal."""
     library = ARCHITECTURES[name].library
     for package in [library, *["torchvision"] * (library == "timm")]:
         if importlib.util.find_spec(package) is None:
@@ -93,7 +93,7 @@ def test_a_model_of_no_library_is_trained_and_judged_alike(rank: int, name: str)
 def test_the_page_of_a_sweep_has_a_row_for_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts outcomes; the cell of a way that has not been run is empty."""
+    """The page counts outcomes; the cell of a way that has not been run is empty."""
     monkeypatch.setattr(document.metadata, "version", lambda name: f"of {name}")
     monkeypatch.setattr(document, "DOCUMENT", tmp_path / "build" / "architectures.md")
     path = tmp_path / "log.jsonl"

@@ -150,7 +150,7 @@ def _train_as(rank: int, peer: str, inner: str = "aot_eager") -> tuple[Any, int]
 @pytest.mark.nightly
 @on_ranks(2)
 def test_peers_without_ddp_compute_what_ddp_does(rank: int) -> None:
-    """Also after updates; the allreduces of one are in its compiled backward.
+    """Losses equal after updates too; one peer has its allreduces in its compiled backward.
 
     Inductor schedules them for the rate that it is told, on a CPU too, whose rates have to be told
     as well: there are fewer then. Since torch 2.15 it makes one of each layer's.
@@ -169,7 +169,7 @@ def test_peers_without_ddp_compute_what_ddp_does(rank: int) -> None:
 
 @pytest.mark.quick
 def test_a_layer_is_a_member_of_an_outermost_list_of_modules() -> None:
-    """What is registered before, between and behind layers is in buckets of its own."""
+    """Parameters before, between and behind layers are in buckets of their own."""
     inner = Chain(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     body = Chain(inner, nn.Linear(1, 1))
     model = nn.ModuleDict({"first": nn.Embedding(1, 1), "body": body, "last": nn.Linear(1, 1)})
@@ -199,7 +199,7 @@ with open_cluster(2) as cluster:
 @needs_network
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_signal_leaves_the_network_behind(number: signal.Signals) -> None:
-    """Not even one that cannot be handled."""
+    """Even a signal that cannot be handled takes the network down."""
     run = _start("-c", CONNECTED)
     assert run.stdout is not None
     assert run.stdout.readline() == "connected\n"

@@ -87,7 +87,7 @@ def test_a_failing_case_is_made_small(fuzzer: Fuzzer) -> None:
 
 @each
 def test_a_case_is_printed_as_the_source_that_makes_it(fuzzer: Fuzzer) -> None:
-    """It can be kept so, and replayed."""
+    """A case that is printed can be kept, and replayed."""
     for number in range(10):
         case = fuzzer.draw(number)
         assert fuzzer.read(f"{case},") == case
@@ -95,7 +95,7 @@ def test_a_case_is_printed_as_the_source_that_makes_it(fuzzer: Fuzzer) -> None:
 
 @each
 def test_a_case_has_the_same_number_everywhere(fuzzer: Fuzzer) -> None:
-    """So it can be run again by its number, in a process that orders sets otherwise, for one."""
+    """A case can be run again by its number, also in a process that orders sets otherwise."""
     module, _, name = fuzzer.place.rpartition(".")
     code = f"from {module} import {name}; print({name}(7))"
     assert run_python("-c", code, PYTHONHASHSEED="7").strip() == str(fuzzer.draw(7))

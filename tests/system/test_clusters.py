@@ -71,7 +71,7 @@ def _submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.quick
 def test_slurm_starts_torchrun_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so in the user's environment: for doctor, for calibrate and to train."""
+    """Slurm starts doctor, calibrate and the training so, in the user's environment."""
     done = _submit(tmp_path, SCRATCH="/scratch")
     assert done.returncode == 0, done.stderr
     commands = [shlex.split(line) for line in done.stdout.splitlines()]
@@ -90,13 +90,13 @@ def test_slurms_script_says_what_scratch_is_where_a_cluster_has_none(tmp_path: P
 
 
 def test_nodes_that_come_and_go_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many nodes as are asked for start it, each with the same command."""
+    """Every node that is asked for starts torchrun, with the same command."""
     (command,) = (c for b in blocks(PAGE) if b.language == "console" for c in b.commands)
     assert _check(shlex.split(command), "2", monkeypatch).rdzv_backend == "c10d"
 
 
 def test_kubernetes_starts_torchrun_in_each_pod_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are as many pods as nodes, and the first is where the others look for it."""
+    """A job has as many pods as nodes; the first is where the others look for it."""
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra docs")
     service, job = yaml.safe_load_all(_block("train.yaml"))
     pod = job["spec"]["template"]["spec"]

@@ -176,7 +176,7 @@ def test_python_blocks_run(ranks: Ranks, tmp_path: Path, page: str) -> None:
 
 
 def test_profiles_have_the_ranges_that_their_page_names(ranks: Ranks, tmp_path: Path) -> None:
-    """These are sections and allreduces of each rank; and buckets, where steps are recorded too."""
+    """Ranges are of sections and allreduces of each rank, and of buckets in recorded steps."""
     ranks.run(_exec_blocks, _runnable("docs/reading-the-logs.md"), str(tmp_path))
     section, bucket = r"ddpopt: \d+/0 section \d backward", r"ddpopt: bucket \d ready \(.* KiB\)"
     for rank in range(2):
@@ -215,7 +215,7 @@ def _run(command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _commands(page)])
 def test_commands_run(tmp_path: Path, page: str) -> None:
-    """They run in turn, in a folder with the files that the page shows; each exits with 0."""
+    """Commands run in turn, in a folder with the files that the page shows, and exit with 0."""
     _prepare(page, tmp_path)
     for command in _commands(page):
         _run(command, tmp_path)
@@ -245,7 +245,7 @@ def test_commands_for_several_nodes_run_on_two_emulated_nodes(tmp_path: Path) ->
 
 
 def test_every_command_is_run_as_it_is_written_or_a_mark_says_why_not() -> None:
-    """These are commands of pages and of docstrings."""
+    """Commands stand in pages and in docstrings."""
     run = ELSEWHERE | {command for page in PAGES for command in _commands(page)}
     run |= {c for b in blocks(FILES_FROM) if b.how == ON_TWO_NODES for c in b.commands}
     for command in commands():
@@ -253,7 +253,7 @@ def test_every_command_is_run_as_it_is_written_or_a_mark_says_why_not() -> None:
 
 
 def test_no_command_hides_in_a_block_without_a_language() -> None:
-    """Such a block has commands alone, or none."""
+    """A block without a language has commands alone, or none."""
     for page in PAGES:
         for block in blocks(page):
             if not block.language and not block.is_shell:
@@ -279,7 +279,7 @@ def test_what_is_left_out_has_a_reason() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """Each is a link to its definition, which the site replaces by its reference."""
+    """A name is a link to its definition, which the site replaces by its reference."""
     links = re.findall(
         r"^- \[ddpopt\.([\w.]+)\]\(\.\./(.+)\)$", (DOCS / "api.md").read_text(), re.MULTILINE
     )
@@ -299,7 +299,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_all_that_is_public_is_described() -> None:
-    """Each function and class that the reference shows, and their methods and properties.
+    """All functions and classes of the reference are, with their methods and properties.
 
     Those of algorithms may say by their names what they are.
     """
@@ -323,7 +323,7 @@ def _is_code(member: object) -> bool:
 
 
 def test_the_command_line_page_has_every_command() -> None:
-    """It has all of their options, too."""
+    """The page has all options of commands, too."""
     names = [name for name, _ in command_line.commands()]
     text = command_line.render()
     for name in ("explain", "simulate", "sweep", "calibrate", "bench", "doctor"):
@@ -335,7 +335,7 @@ def test_the_command_line_page_has_every_command() -> None:
 
 
 def test_every_exception_and_reason_has_a_cause_and_a_remedy() -> None:
-    """They are in the tables of the page of errors."""
+    """Causes and remedies are in the tables of the page of errors."""
     rows = error_tables.exception_rows()
     assert {error.__name__ for error in _errors()} <= {row.name for row in rows}
     reasons = error_tables.reason_rows(Reason)
@@ -350,7 +350,7 @@ def test_every_exception_and_reason_has_a_cause_and_a_remedy() -> None:
 
 
 def test_there_is_one_version() -> None:
-    """It is that of the next release, until its tag is set."""
+    """The version is that of the next release, until its tag is set."""
     files = {
         "pyproject.toml": r'^version = "(.+?)"',
         "CITATION.cff": r"^version: (.+)$",
@@ -386,7 +386,7 @@ def test_every_warning_is_shown_with_names_for_its_placeholders() -> None:
 
 
 def test_the_keys_of_the_json_are_described(one_rank: None) -> None:
-    """They are all keys that an explanation of a model has."""
+    """All keys of a model's explanation are."""
     ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
     compiled(ddp, "eager")(torch.randn(2, 64)).sum().backward()
     text = (DOCS / "reading-the-logs.md").read_text()

@@ -7,7 +7,6 @@ tells the names that it uses, so that a new row is tested without a new line her
 from __future__ import annotations
 
 import functools
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from ddpopt.planning import AllreduceCost, tuner
 from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
 from tests.support.beside import compiled
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WIDTH, batches, train
 from tests.support.plans import COST, plan_of
 from tests.support.ranks import Ranks
@@ -118,7 +118,7 @@ def test_training_goes_on_with_one_warning_whichever_name_is_missing(
 
 
 def test_training_goes_on_without_what_the_backward_split_reads(fresh_ranks: Ranks) -> None:
-    """These are names beyond the forward split's; the graph is split in forward then."""
+    """Without a name that the backward split alone reads, the graph is split in forward."""
     asked = (
         _train_as_it_is(fresh_ranks, BACKWARD).asked - _train_as_it_is(fresh_ranks, FORWARD).asked
     )
@@ -127,7 +127,7 @@ def test_training_goes_on_without_what_the_backward_split_reads(fresh_ranks: Ran
 
 
 def test_training_goes_on_without_what_inductor_reads(fresh_ranks: Ranks) -> None:
-    """These are names that are not asked for with the other inner compiler."""
+    """The other inner compiler does not ask for these names."""
     asked = (
         _train_as_it_is(fresh_ranks, INDUCTOR).asked - _train_as_it_is(fresh_ranks, BACKWARD).asked
     )
@@ -298,11 +298,9 @@ def _plan(rank: int) -> None:
 def _tune(rank: int) -> None:
     """Train until buckets are changed, as they are where the network is slow."""
     ddp, run = _compile(buckets="auto")
-    readings = itertools.count()
-    clock = mock.Mock(perf_counter=lambda: next(readings) * 1e-3)
     with (
         mock.patch.object(tuner, "calibrate", return_value=SLOW),
-        mock.patch.object(clocks, "time", clock),
+        FakeClock(tick_s=1e-3).replacing_time_of(clocks),
     ):
         train(ddp, batches(rank, [SHAPE] * 10), run)
 
@@ -482,7 +480,7 @@ _EACH_NIGHT = ("config.verify", "low_precision", "qadam", "async_average", "opti
 def test_whatever_else_is_called_works_or_says_what_is_missing(
     fresh_ranks: Ranks, door: str
 ) -> None:
-    """Both ranks get what they asked for, or TorchDriftError with the name, or one that has it."""
+    """Ranks get what they asked for, or an error with the name: TorchDriftError, mostly."""
     asked = _asked_by(fresh_ranks, door)
     if door in COMPILING:
         for options in (FORWARD, BACKWARD, INDUCTOR):

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from tests.support.documents import ROOT, command_of, run_command
+from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, WAYS
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import TIMEOUT_S
@@ -50,7 +51,7 @@ def test_minimal_trains_two_ranks_to_equal_parameters() -> None:
 
 
 def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
-    """It prints a plan, a falling loss, equal ranks, a sample, overlap and a rounding difference.
+    """The program prints a plan, a falling loss, a sample, overlap and a rounding difference.
 
     The link is an emulated one, beside which the time of each bucket is known nevertheless.
     """
@@ -80,32 +81,19 @@ def test_train_gpt_learns_and_equals_its_eager_twin(tmp_path: Path) -> None:
     assert "all ranks hold bitwise equal parameters" in text
 
 
-class _Clock:
-    """The time of the link's thread, in which a sleep ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-        self.sleeps_s: list[float] = []
-        self._may_wake_up = threading.Semaphore(0)
-
-    def time_ns(self) -> int:
-        return self.now_ns
-
-    def sleep(self, seconds: float) -> None:
-        assert self._may_wake_up.acquire(timeout=TIMEOUT_S)
-        self.sleeps_s.append(seconds)
-        self.now_ns += round(seconds * 1e9)
-
-    def end_next_sleep(self) -> None:
-        self._may_wake_up.release()
-
-
 @on_ranks(2)
 def test_values_pass_a_slow_link_one_after_the_other(rank: int) -> None:
     """Three are sent at once, of 40 ms each, two more one by one; an error reaches who waits."""
-    clock = _Clock()
+    may_wake_up, sleeps_s = threading.Semaphore(0), []
+
+    def sleep(seconds: float) -> None:  # of the link's thread
+        assert may_wake_up.acquire(timeout=TIMEOUT_S)
+        sleeps_s.append(seconds)
+        clock.pass_time(seconds)
+
+    clock = FakeClock(on_sleep=sleep)
     with (
-        mock.patch.object(slow_link, "time", clock),
+        clock.replacing_time_of(slow_link),
         mock.patch.object(dist, "all_reduce", dist.all_reduce),  # which `emulate` replaces
     ):
         slow_link.emulate(slow_link.parse_gbit("50mbit"))
@@ -114,15 +102,15 @@ def test_values_pass_a_slow_link_one_after_the_other(rank: int) -> None:
         for work, value in zip(works, values, strict=True):
             assert not work.is_completed()
             assert value.eq(rank + 1).all()
-            clock.end_next_sleep()
+            may_wake_up.release()
             work.wait()
             assert value.eq(3).all()
         # Had they passed beside each other, the first sleep would have been all.
-        assert clock.sleeps_s == pytest.approx([0.040] * 3, rel=0.01)
-        clock.end_next_sleep()
+        assert sleeps_s == pytest.approx([0.040] * 3, rel=0.01)
+        may_wake_up.release()
         with pytest.raises(TypeError):
             dist.all_reduce(values[0], "no operation")
-        clock.end_next_sleep()
+        may_wake_up.release()
         dist.all_reduce(values[0])
         assert values[0].eq(6).all()
 
@@ -153,7 +141,7 @@ def test_train_gpt_learns_with_an_algorithm_and_ends_with_equal_ranks(algorithm:
 
 @on_ranks(2)
 def test_train_gpt_takes_every_algorithm_that_it_offers() -> None:
-    """Each trains for a step, with the program's own arguments."""
+    """An algorithm trains for a step, with the program's own arguments."""
     for algorithm in train_gpt.ALGORITHMS:
         with mock.patch.object(sys, "argv", ["train_gpt.py", "--algorithm", algorithm]):
             args = train_gpt.parse_arguments()
@@ -224,7 +212,7 @@ dist.destroy_process_group()
 
 
 def test_a_program_whose_ddp_module_outlives_its_group_is_found(tmp_path: Path) -> None:
-    """It seldom hangs; but all programs that documents name and these tests run end in order."""
+    """Such a program seldom hangs; all programs of documents and of these tests end in order."""
     (tmp_path / "late.py").write_text(_OUTLIVES)
     with pytest.raises(AssertionError, match="1 DDP modules outlive their process group"):
         run_command("python late.py", tmp_path)

@@ -68,7 +68,7 @@ def overlap_json(tmp_path: Path) -> Path:
 def test_the_picture_of_an_iteration_has_the_benchmarks_times(
     figure: Any, overlap_json: Path
 ) -> None:
-    """They are in ms from its forward; allreduces may overtake each other."""
+    """Times are in ms from its forward; allreduces may overtake each other."""
     steps = figure.read(overlap_json)
     step = steps["auto"]
     assert (step.total, step.exposed) == pytest.approx((76, 21))
@@ -119,7 +119,7 @@ def test_plots_of_benchmarks_use_readers_words(monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_of_clusters_is_what_its_script_computes(
     column: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are equal to a hundredth: releases of torch trace other graphs."""
+    """Numbers are equal to a hundredth: releases of torch trace other graphs."""
     clusters = _load("clusters", monkeypatch)
     computation = clusters.profile(list(clusters.MODELS)[column])
     assert computation.num_bytes // 2 == (25_557_032, 354_823_168, 774_030_080)[column]

@@ -73,7 +73,7 @@ def test_most_random_models_are_split(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_once_failed_stays_right(ranks: Ranks, name: str) -> None:
-    """Each was found by the fuzz, and made small by it."""
+    """Cases were found by the fuzz, and made small by it."""
     finding = run_case(ranks, KEPT[name])
     assert not finding.is_failure, f"{finding.outcome}: {finding.detail}"
     assert not finding.is_discarded, finding.detail
@@ -87,7 +87,7 @@ def test_what_once_failed_stays_right(ranks: Ranks, name: str) -> None:
     ],
 )
 def test_planted_bugs_are_found(fresh_ranks: Ranks, bug: str) -> None:
-    """Each planted bug shows within `NUM_PLANTED` cases; a graph that stays whole has none."""
+    """A planted bug shows within `NUM_PLANTED` cases; a graph that stays whole has none."""
     numbers = [n for n in range(NUM_PLANTED) if n not in _findings or _findings[n].is_split]
     failure = _campaign(fresh_ranks, bug).first_failure(map(draw_case, numbers))
     assert failure is not None

@@ -39,7 +39,7 @@ def test_misses():
 
 
 def test_a_line_that_fails_or_hangs_is_told_and_the_others_run(tmp_path: Path) -> None:
-    """It is told with what its tests had recorded; nothing that it started is left."""
+    """The line is told with what its tests had recorded; nothing that it started is left."""
     planted = tmp_path / "test_planted.py"
     planted.write_text(PLANTED)
     (tmp_path / "place").mkdir()
@@ -104,7 +104,7 @@ print(*(test for line in all_lines() for test in line.select if "tests/" in test
 
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
 def test_every_line_names_tests_that_there_are(device: str) -> None:
-    """It does on the CPU, and on a GPU."""
+    """A line names such tests on the CPU, and on a GPU."""
     selected = run_python("-c", SELECTED, TEST_DEVICE=device)
     options = ("--collect-only", "-q", "-p", "no:cacheprovider")
     run_python("-m", "pytest", *options, *selected.splitlines(), TEST_DEVICE=device)
@@ -115,7 +115,7 @@ def test_every_line_names_tests_that_there_are(device: str) -> None:
 
 @pytest.mark.quick
 def test_on_a_gpu_buckets_pass_on_a_stream_of_their_own() -> None:
-    """They pass after all that was queued before, one after the other, at the network's rate."""
+    """Buckets pass after all that was queued before, one by one, at the network's rate."""
     calls: list[Any] = []
     stream = SimpleNamespace(wait_stream=lambda other: calls.append(("wait", other)))
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 8)

@@ -18,7 +18,7 @@ from tests.support.documents import ROOT, environment
 
 @pytest.mark.quick
 def test_each_fault_that_is_written_down_can_be_planted() -> None:
-    """Its text is in the source, once; else this raises."""
+    """The text of a fault is in the source, once; else this raises."""
     assert len({fault.name for fault in planted.planted_by_name()}) == len(planted.BY_NAME)
 
 

@@ -218,7 +218,7 @@ def test_the_page_refers_to_nothing_outside_of_it() -> None:
 
 
 def test_the_policy_forbids_every_load_and_every_script_but_the_pages_own() -> None:
-    """It has the hashes of the page's script and its style."""
+    """The policy has the hashes of the page's script and its style."""
     page = render_page(example())
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*)"', page)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -234,7 +234,7 @@ def test_the_data_of_a_page_are_those_of_the_explanation() -> None:
 
 
 def test_names_cannot_end_the_element_that_holds_the_data() -> None:
-    """They cannot open a comment or look like a placeholder of the template, either."""
+    """Names cannot open a comment or look like a placeholder of the template, either."""
     page, tame = render_page(_hostile()), render_page(example())
     for text in ("</script", "<!--", "<img", "\u2028"):
         assert page.count(text) == tame.count(text)
@@ -256,7 +256,7 @@ class _Model(torch.nn.Module):
 
 
 def test_names_of_a_models_own_parameters_stay_text(one_rank: None, tmp_path: Path) -> None:
-    """They do from `torch.compile` to the saved page, for a model, modules and parameters."""
+    """Names of a model, modules and parameters stay text from `torch.compile` to the saved page."""
     ddp = DistributedDataParallel(type(MARKUP, (_Model,), {})(), bucket_cap_mb=0.01)
     run = compiled(ddp)
     for _ in range(4):
@@ -277,7 +277,7 @@ def test_names_of_a_models_own_parameters_stay_text(one_rank: None, tmp_path: Pa
 
 
 def test_the_script_never_parses_markup() -> None:
-    """It makes each element by its name, and puts text in as text."""
+    """The script makes each element by its name, and puts text in as text."""
     page = render_page(example())
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
 
@@ -291,7 +291,7 @@ def test_times_that_json_has_no_word_for_are_an_error() -> None:
 
 
 def test_the_page_knows_which_fallbacks_cost_overlap() -> None:
-    """It shows those as alerts."""
+    """The page shows those as alerts."""
     (names,) = re.findall(r"OVERLAP_LOST = new Set\((\[.*?\])\)", render_page(example()))
     assert set(json.loads(names)) == {
         reason.name for reason in Reason if not (reason.is_expected or reason.is_of_backward)
@@ -300,7 +300,7 @@ def test_the_page_knows_which_fallbacks_cost_overlap() -> None:
 
 @needs_browser
 def test_a_browser_shows_every_bucket_section_and_time(tmp_path: Path) -> None:
-    """They are in the timelines, the lanes, the table and the graphs."""
+    """The timelines, the lanes, the table and the graphs have them."""
     document = _browse(tmp_path, example())
     assert [e.text for e in document.find("h1")] == ["GPT"]
     assert len(document.find("tr", data_bucket="6")) == 1
@@ -341,7 +341,7 @@ def test_names_stay_text_in_a_browser(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_bucket_named_in_the_address_is_selected_everywhere(tmp_path: Path) -> None:
-    """It is in both timelines, the lanes, the table; so is the section that completes it."""
+    """The bucket is so in both timelines, the lanes and the table, as is its section."""
     document = _browse(tmp_path, example(), "#select=bucket-6")
     selected = document.find("g", "mark", "selected", data_bucket="6")
     assert len(selected) == 2
@@ -357,7 +357,7 @@ def test_a_bucket_named_in_the_address_is_selected_everywhere(tmp_path: Path) ->
 
 @needs_browser
 def test_a_search_counts_matches_in_each_section_and_opens_the_first(tmp_path: Path) -> None:
-    """It looks in nodes' names, targets, shapes and sources, and in names of parameters."""
+    """The search looks in nodes' names, targets, shapes and sources, and in parameters' names."""
     document = _browse(tmp_path, example(), "#search=LN_2.weight")
     badges = [e.text for e in document.find("span", "tag", "found")]
     assert badges[1:] == ["0 matches", *["1 match"] * 4, "0 matches"]
@@ -371,7 +371,7 @@ def test_a_search_counts_matches_in_each_section_and_opens_the_first(tmp_path: P
 
 @needs_browser
 def test_fallbacks_stand_in_the_header_with_their_remedies(tmp_path: Path) -> None:
-    """One stands there once for all graphs that have it, overlap that was lost first."""
+    """A fallback stands there once for all graphs that have it, lost overlap first."""
     content = example(1)
     content["graphs"] += [_whole_graph(f"{k}/0", Reason.NO_GRAD) for k in (5, 6)]
     content["graphs"] += [_whole_graph("7/0", Reason.NO_LEGAL_CUT, detail="at node cat_3")]
@@ -385,7 +385,7 @@ def test_fallbacks_stand_in_the_header_with_their_remedies(tmp_path: Path) -> No
 
 @needs_browser
 def test_a_model_of_which_nothing_is_known_yet_has_a_page(tmp_path: Path) -> None:
-    """It says what is missing."""
+    """The page says what is missing."""
     content = {**example(), "graphs": [], "buckets": [], "predicted": None, "measured": None}
     document = _browse(tmp_path, {**content, "hints": ["Run a step first."]})
     (hints,) = document.find("section", "callout")
@@ -395,7 +395,7 @@ def test_a_model_of_which_nothing_is_known_yet_has_a_page(tmp_path: Path) -> Non
 
 @needs_browser
 def test_what_was_not_recorded_is_left_out(tmp_path: Path) -> None:
-    """Here these are finishes, exposed time, the measured side as a whole, and nodes."""
+    """Finishes, exposed time, the measured side as a whole, and nodes are not recorded here."""
     content = example(1)
     for bucket in content["buckets"]:
         bucket.update(predicted=None, is_as_planned=None, launched_after=None)
@@ -427,7 +427,7 @@ def test_a_model_of_ten_thousand_nodes_makes_a_small_document(tmp_path: Path) ->
 
 @needs_browser
 def test_one_graph_of_fifty_thousand_nodes_makes_a_small_document(tmp_path: Path) -> None:
-    """It is small also while its only section is open."""
+    """The document is small also while its only section is open."""
     content = example(1)
     content["graphs"] = [_whole_graph("8/0", Reason.ONE_BUCKET, num_nodes=50_000)]
     document = _browse(tmp_path, content, "#search=mm_")

@@ -110,7 +110,7 @@ def _as_composer(model: MLP) -> tuple[nn.Module, Any]:
     "way", [_as_torchtitan, _as_timm_since_1_0_23, _as_timm_since_1_0_27, _as_composer]
 )
 def test_programs_that_take_a_backends_name_train_as_in_eager(rank: int, way: Way) -> None:
-    """Each as its own code compiles and wraps a model; docs/recipes.md says which was read."""
+    """A program compiles and wraps a model by its own code; docs/recipes.md says which was read."""
     model = MLP()
     eager = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=CAP_MB)
     trained, loss_of = way(model)

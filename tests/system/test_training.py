@@ -124,7 +124,7 @@ RECOMPILING = (
 
 @pytest.mark.parametrize("name", RECOMPILING)
 def test_dynamo_makes_as_many_graphs_as_without_splitting(ranks: Ranks, name: str) -> None:
-    """So splitting adds neither recompiles nor graph breaks."""
+    """Splitting adds neither recompiles nor graph breaks."""
     split = [len(trained.pieces) for trained in _run_row(ranks, name, "forward", "aot_eager")]
     assert split == ranks.run(count_graphs, name)
 
@@ -158,7 +158,7 @@ def _products_in_backward(run: Callable[..., Any], *, enabled: bool) -> int:
 
 
 def test_a_checkpointing_policy_is_applied_within_sections(one_rank: None) -> None:
-    """As many products are recomputed as without splitting: none where the policy saves them."""
+    """Products are recomputed as often as without splitting: not where the policy saves them."""
     for run in (checkpointed, selectively_checkpointed):
         split, unsplit = (_products_in_backward(run, enabled=on) for on in (True, False))
         assert split == unsplit

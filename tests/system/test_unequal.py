@@ -55,7 +55,7 @@ def test_ranks_that_differ_train_as_with_eager_ddp(three_ranks: Ranks, number: i
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_once_failed_stays_right(three_ranks: Ranks, name: str) -> None:
-    """Each was found by the fuzzer or by a reader, and made small."""
+    """Cases were found by the fuzzer or by a reader, and made small."""
     finding = judging.judge(three_ranks, KEPT[name])
     assert finding.outcome == EQUAL, f"{finding.outcome}: {finding.detail}"
 
