@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import gc
 import importlib
 import inspect
 import subprocess
@@ -20,12 +21,14 @@ import torch
 from torch import nn
 from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.types import FrameAction
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch, _traced, algorithms
+from ddpopt._torch import names
 from ddpopt.algorithms import attach
 from ddpopt.errors import PlanError
 from ddpopt.planning import AllreduceCost, rebucket, tuner
@@ -49,11 +52,19 @@ NUM_STEPS = 4
 
 def _function_in(path: Path) -> Callable[..., Any]:
     """A function that a file would define, and that Dynamo has not met."""
-    text = "def function(call, x):\n    return call(x)\n"
+    text = "def made_up(call, x):\n    return call(x)\n"
     space: dict[str, Any] = {}
     exec(compile(text, str(path), "exec"), space)
-    function: Callable[..., Any] = space["function"]
+    function: Callable[..., Any] = space["made_up"]
     return function
+
+
+def _import_late(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    """Have a function in a module of ours that is imported after ddpopt was hidden."""
+    module = types.ModuleType("ddpopt.late")
+    module.function = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    _torch.hide_from_dynamo()
 
 
 def _graphs_around(function: Callable[..., Any]) -> int:
@@ -73,13 +84,46 @@ def _graphs_around(function: Callable[..., Any]) -> int:
     return counter.frame_count
 
 
-def test_a_new_function_in_any_file_is_hidden_with_what_it_calls(one_rank: None) -> None:
-    """A call of it breaks the graph, except of one in the file that Dynamo may see."""
+def test_a_graph_breaks_at_a_function_of_any_file(one_rank: None) -> None:
+    """Except of the one that Dynamo may see; what is in the file need not be imported yet."""
     assert len(FILES) > 60
     for path in FILES:
-        function = _function_in(path)
-        assert trace_rules.check(function) == (path != TRACED), path
-        assert _graphs_around(function) == (1 if path == TRACED else 2), path
+        assert trace_rules.check(_function_in(path)) == (path != TRACED), path
+
+
+def test_a_function_of_ours_runs_as_it_is_with_what_it_calls(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module may have been imported late, before something else registered hooks."""
+    assert _graphs_around(_function_in(ROOT / "backend.py")) == 3  # what it calls is compiled
+    function = _function_in(ROOT / "backend.py")
+    _import_late(monkeypatch, function)
+    assert _graphs_around(function) == 2
+    assert _graphs_around(_function_in(TRACED)) == 1
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def test_every_function_that_there_is_is_hidden(one_rank: None) -> None:
+    """Wherever its module keeps it: in a class, a table, a decorator, a default."""
+    marked: dict[int, Any] = {}
+    mark = mock.Mock(get=lambda: lambda code, strategy: marked.update({id(code): strategy}))
+    with mock.patch.object(names, "SET_STRATEGY", mark):
+        _torch.hide_from_dynamo()
+    files = {str(path) for path in FILES} - {str(TRACED)}
+    functions = [held for held in gc.get_objects() if type(held) is types.FunctionType]
+    codes = [c for f in functions if f.__code__.co_filename in files for c in _nested(f.__code__)]
+    assert len(codes) > 1500
+    assert [code for code in codes if id(code) not in marked and code.co_name != "made_up"] == []
+    default = FrameAction.DEFAULT
+    codes = [code for code in codes if id(code) in marked]
+    alone = {code.co_name for code in codes if marked[id(code)].recursive_action == default}
+    assert alone == {"step"}  # of QAdam's optimizer, which calls a closure of the user's
 
 
 def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
@@ -113,25 +157,29 @@ def test_dynamo_skips_every_function_but_those_that_it_is_to_see(one_rank: None)
     assert num_skipped > 800
 
 
-def test_a_users_function_that_ours_calls_is_compiled(one_rank: None) -> None:
+def test_a_users_function_that_ours_calls_is_compiled(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The user's function has a graph between the two around our function."""
     function = _torch.calls_users_code(_function_in(ROOT / "backend.py"))
+    _import_late(monkeypatch, function)
     assert _graphs_around(function) == 3
 
 
 def test_importing_ddpopt_changes_nothing_in_dynamo() -> None:
-    """Only a call that registers hooks hides ddpopt; loading the backend then adds nothing."""
+    """Only a call that registers hooks hides ddpopt, and replaces nothing of Dynamo's."""
     code = """
 import sys, torch
 import ddpopt, ddpopt.algorithms, ddpopt.planning
 assert "torch._dynamo" not in sys.modules
+from torch._dynamo import convert_frame, trace_rules
+before = trace_rules.check_file, convert_frame.CatchErrorsWrapper.__call__
+assert ddpopt.__file__ not in trace_rules.FORCE_SKIP_FILES
 ddpopt.DataParallel(torch.nn.Linear(2, 2), ["cpu"])
-from torch._dynamo import trace_rules
-hiding = trace_rules.check_file
-assert hiding(ddpopt.__file__).skipped
+assert ddpopt.__file__ in trace_rules.FORCE_SKIP_FILES
 assert "ddpopt.backend" not in sys.modules
 import ddpopt.backend
-assert trace_rules.check_file is hiding
+assert before == (trace_rules.check_file, convert_frame.CatchErrorsWrapper.__call__)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -149,6 +197,15 @@ def test_a_function_of_the_users_stays_uncompiled_where_they_say_so(one_rank: No
 
     torch.compile(lambda x: outer(x) + 0, backend=counter)(torch.ones(2))
     assert counter.op_count == 2  # the last addition, and what `inner` does
+
+
+def test_ddp_is_traced_as_one_graph_where_torch_can_do_so(one_rank: None) -> None:
+    """A function of ours stands in DDP's method, also for programs that only import ddpopt."""
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = DistributedDataParallel(MLP(1))
+        torch.compile(ddp, backend=counter, fullgraph=True)(torch.ones(2, WIDTH))
+    assert counter.frame_count == 1
 
 
 # ---- As many graphs as without ddpopt ---------------------------------------------------------

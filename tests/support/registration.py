@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch._dynamo.backends.distributed as in_tree
-from torch._dynamo import trace_rules
-from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -15,8 +13,6 @@ def uninstall() -> None:
     places: tuple[tuple[Any, str], ...] = (
         (in_tree, "DDPOptimizer"),
         (DistributedDataParallel, "_run_ddp_forward"),
-        (trace_rules, "check_file"),
-        (CatchErrorsWrapper, "__call__"),
     )
     for owner, name in places:
         current = getattr(owner, name)

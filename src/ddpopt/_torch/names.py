@@ -272,12 +272,10 @@ GUARD_MANAGER = PrivateName("CheckFunctionManager", "guard_manager", Need.GUARD)
 ID_MATCHED_OBJS = PrivateName("GuardManagerWrapper", "id_matched_objs", Need.GUARD)
 FRAME_CALLBACK = PrivateName(_EVAL, "get_eval_frame_callback", Need.WATCH)
 CACHE_ENTRIES = PrivateName(_EVAL, "_debug_get_cache_entry_list", Need.WATCH)
-# Dynamo can be told to skip a directory, but neither to spare a file of it nor to leave alone what
-# its functions call.
-CHECK_FILE = PrivateName(f"{_DYNAMO}.trace_rules", "check_file", Need.HIDE)
-SKIP_RESULT = PrivateName(f"{_DYNAMO}.trace_rules", "SkipResult", Need.HIDE)
-CATCH_ERRORS = PrivateName(f"{_DYNAMO}.convert_frame", "CatchErrorsWrapper", Need.HIDE)
-CALLBACK_RESULT = PrivateName(f"{_DYNAMO}.types", "ConvertFrameReturn", Need.HIDE)
+# The files, and the code with all that it calls, that Dynamo leaves alone. The public
+# `torch.compiler.disable` would not do: see [Note: hidden code].
+FORCE_SKIP_FILES = PrivateName(f"{_DYNAMO}.trace_rules", "FORCE_SKIP_FILES", Need.HIDE)
+SET_STRATEGY = PrivateName(_EVAL, "set_code_exec_strategy", Need.HIDE)
 FRAME_STRATEGY = PrivateName(f"{_DYNAMO}.types", "FrameExecStrategy", Need.HIDE)
 FRAME_ACTION = PrivateName(f"{_DYNAMO}.types", "FrameAction", Need.HIDE)
 

@@ -69,7 +69,6 @@ def watch_forwards() -> None:
     Without the name of torch's that it takes no forward is reported, and a warning says so.
     """
     global _are_reported  # noqa: PLW0603  # a matter of the process: DDP's method was replaced
-    _torch.hide_from_dynamo()  # or it would compile what subscribers do
     try:
         _torch.watch_ddp_forward(_before_forward, _after_forward)
         _are_reported = True
@@ -77,6 +76,7 @@ def watch_forwards() -> None:
         if str(error) not in _warned:
             _warned.add(str(error))
             _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
+    _torch.hide_from_dynamo()  # or it would compile what subscribers do
 
 
 def are_reported() -> bool:

@@ -66,6 +66,14 @@ class _Numbering(Subscriber):
                     return  # as a critic in its generator's step: its first backward comes later
                 self._nodes = [_torch.accumulate_node(tensor) for tensor in trained]
         unsubscribe(ddp, _Numbering)
+        # A hook for each, some 10 us once for each parameter; fewer could number two modules
+        # differently on ranks, or one module on some ranks alone:
+        # - On one parameter: with `find_unused_parameters` a rank may not use it. And where two
+        #   modules' first gradients arrive in one backward, a rank whose forward takes branches in
+        #   another order may get that gradient before or after the other module's first one.
+        # - On the outputs: `torch.autograd.grad` passes them and reduces nothing, and a loss that
+        #   the module has put aside does not pass them.
+        # - At the end of a forward, as the Reducer counts: one rank may run more of them.
         number = observing(functools.partial(self._number, weakref.ref(ddp)))
         self._hooks = [node.register_prehook(number) for node in self._nodes]
 
