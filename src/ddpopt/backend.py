@@ -216,5 +216,11 @@ class _Verifying(Subscriber):
         first_step.after_forward(ddp, forward)
 
 
-backend.reset = state.forget_all  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
+def _begin_anew() -> None:
+    """Forget what `torch._dynamo.reset()` drops, and hide what it forgets to leave alone."""
+    state.forget_all()
+    _torch.hide_from_dynamo()
+
+
+backend.reset = _begin_anew  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
 install()

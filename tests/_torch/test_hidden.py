@@ -102,6 +102,18 @@ def test_a_function_of_ours_runs_as_it_is_with_what_it_calls(
     assert _graphs_around(_function_in(TRACED)) == 1
 
 
+def test_a_function_of_ours_is_hidden_after_a_reset_too(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo forgets it of code that it met before, and tells the backends that it has called."""
+    function = _function_in(ROOT / "backend.py")
+    assert _graphs_around(function) == 3
+    _import_late(monkeypatch, function)
+    for _ in range(2):
+        torch.compile(torch.neg, backend="ddpopt", options={"inner": "eager"})(torch.ones(2))
+        assert _graphs_around(function) == 2  # it begins with a reset
+
+
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:

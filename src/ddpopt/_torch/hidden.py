@@ -99,8 +99,9 @@ def _hide_from_tracing() -> None:
 def _hide_frames() -> None:
     """Make Dynamo run frames of ours, and what they call, as they are.
 
-    LIMIT: `torch._dynamo.reset` forgets this of code that Dynamo had met before. A call that comes
-    later than the reset makes up for it.
+    `torch._dynamo.reset` forgets this of code that Dynamo had met before, and tells the backends
+    that it has called: ours calls this again. LIMIT: where only algorithms or records are at work,
+    and nothing was compiled by ours, what these call is compiled after a reset.
     """
     mark = names.SET_STRATEGY.get()
     strategy, action = names.FRAME_STRATEGY.get(), names.FRAME_ACTION.get()
