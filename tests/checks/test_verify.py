@@ -14,8 +14,9 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt.checks import verify as verifying
 from ddpopt.checks.verify import verify
-from ddpopt.errors import OptionError
+from ddpopt.errors import DDPOptError, OptionError
 from tests.support.beside import compiled
 from tests.support.cuts import compiling_nothing, only_cut
 from tests.support.models import MLP, assert_equal_states, batches, state_of
@@ -179,6 +180,30 @@ def test_inductors_random_numbers_are_eagers_while_it_is_verified(one_rank: None
     assert torch.equal(rng, torch.get_rng_state())
 
 
+@torch.compile(backend="ddpopt", options={"inner": "aot_eager"})
+def _drop_some(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(x)
+
+
+class _Dropping(MLP):
+    """Has what draws random numbers compiled, which is no module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _drop_some(super().forward(x))
+
+
+def _with_a_foreign_forward() -> nn.Module:
+    model = MLP()
+    model.forward = lambda x: MLP.forward(model, x)  # type: ignore[method-assign]
+    return _compiled(model)
+
+
+def _mixed() -> nn.Module:
+    model = _compiled(MLP())
+    model.mixed_precision = object()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "loss_fn", "error", "named"),
     [
@@ -191,14 +216,43 @@ def test_inductors_random_numbers_are_eagers_while_it_is_verified(one_rank: None
             "nothing in this model",
         ),
         (lambda: _compiled(MLP()), lambda output: output, OptionError, r"\(8, 64\)"),
+        (_with_a_foreign_forward, None, OptionError, "would run the original"),
+        (_mixed, None, OptionError, "mixed_precision"),
+        (lambda: DistributedDataParallel(_Dropping()), None, OptionError, "draws random numbers"),
     ],
-    ids=["no DDP", "uncompiled", "another backend", "a loss that is no scalar"],
+    ids=[
+        "no DDP",
+        "uncompiled",
+        "another backend",
+        "a loss that is no scalar",
+        "a forward set on the model",
+        "a mode",
+        "a function that draws",
+    ],
 )
-def test_verify_refuses_a_model_that_is_not_compiled_by_us_and_a_loss_that_is_no_scalar(
+def test_verify_refuses_what_it_cannot_compare(
     one_rank: None, make: Any, loss_fn: Any, error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
         verify(make(), torch.randn(8, 64), loss_fn)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_in_a_step_or_in_the_verdict_is_raised(one_rank: None, late: bool) -> None:
+    """A step of the model may raise behind the first, which is a rehearsal."""
+    losses: list[torch.Tensor] = []
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        losses.append(output.sum())
+        if not late and len(losses) > 2:
+            raise KeyError("no target")
+        return losses[-1]
+
+    model, x = _compiled(MLP()), torch.randn(8, 64)
+    failing = mock.patch.object(verifying, "_judge_reports", side_effect=KeyError("no target"))
+    expected = DDPOptError if late else KeyError
+    with failing if late else contextlib.nullcontext(), pytest.raises(expected, match="no target"):
+        verify(model, x, loss_fn)
 
 
 def test_a_tolerance_can_be_given_for_a_dtype(one_rank: None) -> None:

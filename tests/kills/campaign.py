@@ -42,7 +42,13 @@ _TESTS_OF = {
     ),
     "planning/plan.py": ("tests/planning/test_plan.py", "tests/planning/test_malformed_plans.py"),
     "_torch/buckets.py": ("tests/_torch/test_ddp.py", "tests/test_reducer.py"),
-    "checks/copies.py": ("tests/checks/test_verify.py", "tests/checks/test_promises.py"),
+    "checks/copies.py": (
+        "tests/checks/test_verify.py",
+        "tests/checks/test_promises.py",
+        "tests/test_malformed_calls.py",
+        "tests/ranks/test_foreign_group.py",
+    ),
+    "cli/bench.py": ("tests/cli/test_cli.py",),
     "integrations": ("tests/integrations",),
     "split/aliases.py": ("tests/split/test_proof.py", "tests/split/test_facts.py"),
     "split/compiler.py": (
