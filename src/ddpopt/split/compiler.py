@@ -87,6 +87,7 @@ from ddpopt.split.nodes import (
     output_values,
     uses_streams,
 )
+from ddpopt.split.phases import Buckets
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
 from ddpopt.split.releases import ReleaseOrder, mark_functions
 from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
@@ -399,7 +400,7 @@ class BackwardCutter:
             "how the Reducer forms buckets": ddp_state.rules,
             "buckets now": _as_tuples(ddp_state.buckets),
             # Cuts are finer while better buckets are searched for.
-            "is searching": ddp_state.is_searching,
+            "which buckets it is cut for": ddp_state.goal.name,
             "buckets to come": _as_tuples(ddp_state.expected_buckets),
         }
         digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()
@@ -590,7 +591,7 @@ def _order_of_forward(graph: DynamoGraph, facts: ForwardFacts) -> str:
     return digest_of_order(collectives, uses)
 
 
-def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[ParameterIndex, ...], ...] | None:
+def _as_tuples(buckets: Buckets | None) -> tuple[tuple[ParameterIndex, ...], ...] | None:
     """Buckets in a form whose text is equal for equal ones."""
     return None if buckets is None else tuple(tuple(bucket) for bucket in buckets)
 
