@@ -79,7 +79,9 @@ class CompiledSection:
     call: Boxed
     flow: Flow
     label: Label
-    # Autocast was on in forward, and `call` runs without it: all casts are in the graph already.
+    # Autocast was on in forward, and `call` runs without it: all casts are in the graph already. A
+    # call that the forward makes where autocast is off, and backward makes again, has none; in a
+    # `backward()` under autocast it would be cast.
     without_autocast: bool = False
 
     def run(self, run: Run) -> Sequence[Any]:
