@@ -430,7 +430,8 @@ class BackwardCutter:
         reachable = find_reachable(self._forward_outputs, backward)
         # Parameters to which nobody writes before this backward releases their gradients. A
         # parameter that only another graph trains is left out: its gradient may arrive while
-        # sections of this backward are yet to run, and a hook may then update the parameter.
+        # sections of this backward are yet to run, and a hook may then update the parameter
+        # (splits.md, fault 9).
         made_here = gradient_nodes(backward).keys()
         unwritten = {
             argument
