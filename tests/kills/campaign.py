@@ -44,6 +44,8 @@ _TESTS_OF = {
     "_torch/buckets.py": ("tests/_torch/test_ddp.py", "tests/test_reducer.py"),
     "checks/copies.py": ("tests/checks/test_verify.py", "tests/checks/test_promises.py"),
     "integrations": ("tests/integrations",),
+    "split/buckets.py": ("tests/split/test_graph.py",),
+    "split/state.py": ("tests/split/test_phases.py", "tests/split/test_state.py"),
     "split/aliases.py": ("tests/split/test_proof.py", "tests/split/test_facts.py"),
     "split/compiler.py": (
         "tests/split/test_graph.py",

@@ -116,6 +116,11 @@ class SectionGraph:
     flow: Flow
 
 
+def kept_values(section: SectionGraph) -> Sequence[fx.Node]:
+    """What a section keeps for later ones, in the order of `flow.keeps`."""
+    return output_values(section.graph)[: len(section.flow.keeps)]
+
+
 def make_section_graphs(
     gm: fx.GraphModule, chosen: BackwardSections, reachable: ReachableMemory
 ) -> tuple[SectionGraph, ...]:

@@ -19,7 +19,7 @@ from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Order, compare_order, find_misplaced, predict_buckets
 from ddpopt.split import state
-from ddpopt.split.cut import Cut, GraphText
+from ddpopt.split.cut import Cut, MakeText
 from ddpopt.split.gates import refuse_double_backward
 from ddpopt.split.phases import Answer
 
@@ -36,7 +36,7 @@ class CompiledGraph:
     """A graph under DDP in compiled form, with the signature of Dynamo's graph."""
 
     cut: Cut
-    text: GraphText
+    text: MakeText
     call: CompiledCall
     # Which argument of the graph brings in each DDP parameter.
     argument_of: Mapping[ParameterIndex, Argument]

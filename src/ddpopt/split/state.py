@@ -19,7 +19,7 @@ from ddpopt._indices import ParameterIndex
 from ddpopt._slots import forget_compiled
 from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
-from ddpopt.split.cut import Cut, GraphText, frame_of
+from ddpopt.split.cut import Cut, GraphText, MakeText, frame_of
 from ddpopt.split.phases import Answer, Buckets, CutGoal, Goal, Origin, ReducerBuckets
 from ddpopt.steps.forwards import are_reported
 
@@ -55,7 +55,7 @@ class DDPState:
         """Reset everything that depends on compiled code."""
         # By the name of a graph: its cut, its text, and its runner, which Dynamo owns.
         self._cuts: dict[str, Cut] = {}
-        self.texts: dict[str, GraphText] = {}
+        self._texts: dict[str, MakeText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
         self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
         # The graphs that have run in the present forward; None between forwards, and where nobody
@@ -81,16 +81,20 @@ class DDPState:
         """The cuts in force, in the order in which they were made."""
         return tuple(self._cuts.values())
 
+    def make_texts(self) -> dict[str, GraphText]:
+        """The text of each graph, by its name."""
+        return {graph: make() for graph, make in self._texts.items()}
+
     def is_cut_in_forward(self, graph: str) -> bool:
         cut = self._cuts.get(graph)
         return cut is not None and bool(cut.sections) and cut.split == "forward"
 
-    def keep(self, cut: Cut, text: GraphText, runner: object = None) -> None:
+    def keep(self, cut: Cut, text: MakeText, runner: object = None) -> None:
         """Note that `cut` is in force, in place of an earlier one for the same graph.
 
         `runner` is what runs the graph, None if nothing notices that it runs.
         """
-        self.texts[cut.graph] = text
+        self._texts[cut.graph] = text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
         self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
         self._cuts[cut.graph] = self._with_buckets_in_force(cut)
