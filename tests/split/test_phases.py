@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel
@@ -110,3 +111,19 @@ def test_what_was_given_is_known_unless_the_reducer_tells_something_else(
         assert buckets.answer is answer
         assert buckets.told == (FINE if answer is Answer.TOLD else None)
     assert planned.find(ddp) == (FINE if answer is Answer.TOLD else ONE)
+
+
+def test_buckets_that_ddp_keeps_are_asked_for_anew_unless_this_release_cannot_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where asking has raised, nobody asks again, so that no compile raises for it."""
+    monkeypatch.setattr(_torch, "will_rebuild_buckets", lambda _: False)
+    ddp: Any = None
+    formed = ReducerBuckets()
+    for buckets in (FINE, ONE):
+        monkeypatch.setattr(_torch, "final_buckets", lambda _, buckets=buckets: buckets)
+        assert (formed.find(ddp), formed.answer) == (buckets, Answer.AWAITED)
+    monkeypatch.setattr(_torch, "final_buckets", mock.Mock(side_effect=TorchDriftError("")))
+    with pytest.raises(TorchDriftError):
+        formed.ask(ddp)
+    assert formed.find(ddp) is None
