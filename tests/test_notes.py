@@ -1,4 +1,4 @@
-"""Each `[Note: ...]` that is referred to is defined, once, by a line of a module that begins so."""
+"""Each `[Note: ...]` that is referred to is defined, once; each fault of the table has its line."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ def test_every_reference_to_a_note_leads_to_one_definition() -> None:
     assert len(defined) > 10
     assert {name: places for name, places in defined.items() if len(places) > 1} == {}
     assert {name: places for name, places in referred.items() if name not in defined} == {}
+
+
+def test_each_fault_that_there_was_has_its_line_of_code() -> None:
+    """The table of docs/splits.md numbers them, and a line refers to each: no more and no fewer."""
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "splits.md").read_text(), re.MULTILINE)
+    numbers = [int(row) for row in rows]
+    assert numbers == list(range(1, len(rows) + 1))
+    assert len(rows) > 10
+    referred: set[int] = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        text = re.sub(r"\n *(# )?", " ", path.read_text())  # a reference may be wrapped
+        referred |= set(map(int, re.findall(r"\(splits\.md, fault (\d+)\)", text)))
+    assert referred == set(numbers)

@@ -18,6 +18,7 @@ import ddpopt
 from ddpopt.inspection import Explanation
 from ddpopt.planning import AllreduceCost
 from ddpopt.split import state
+from ddpopt.split.cut import GraphText
 from tests.support.beside import compiled
 from tests.support.cuts import only_cut
 from tests.support.logs import logged
@@ -280,7 +281,7 @@ def test_buckets_that_share_a_section_are_named(one_rank: None) -> None:
         first, stop=second.stop, parameters=first.parameters + second.parameters
     )
     cut = dataclasses.replace(cut, sections=(joined, third)).with_buckets(cut.buckets)
-    state.get(ddp).keep(cut, ())
+    state.get(ddp).keep(cut, GraphText)
     explanation = ddpopt.explain(ddp)
     assert [bucket.shares_section_with for bucket in explanation.buckets] == [(1,), (0,), ()]
     assert "buckets 0, 1 share sections" in str(explanation)

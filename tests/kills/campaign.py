@@ -50,6 +50,8 @@ _TESTS_OF = {
     ),
     "cli/bench.py": ("tests/cli/test_cli.py",),
     "integrations": ("tests/integrations",),
+    "split/buckets.py": ("tests/split/test_graph.py",),
+    "split/state.py": ("tests/split/test_phases.py", "tests/split/test_state.py"),
     "split/aliases.py": ("tests/split/test_proof.py", "tests/split/test_facts.py"),
     "split/compiler.py": (
         "tests/split/test_graph.py",

@@ -29,62 +29,62 @@ class Planted(NamedTuple):
 
 
 BY_NAME = (
-    # ---- The table of faults in docs/splits.md -------------------------------------------------
+    # ---- Rows of the table of faults in docs/splits.md, by their numbers -----------------------
     Planted(
-        "calls with effects may move between sections",
+        "fault 1: calls with effects may move between sections",
         "split/facts.py",
         "is_ordered=is_ordered,",
         "is_ordered=[False] * len(is_ordered),",
     ),
     Planted(
-        "reads of memory that hooks may write to may move behind releases",
+        "fault 5: reads of memory that hooks may write to may move behind releases",
         "split/facts.py",
         "observable_calls=observable_calls,",
         "observable_calls={},",
     ),
     Planted(
-        "reads of what the forward has left may move behind releases",
+        "fault 7: reads of what the forward has left may move behind releases",
         "split/facts.py",
         "snapshot_reads=snapshot_reads,",
         "snapshot_reads={},",
     ),
     Planted(
-        "sections do not compare how often what they read was written to",
+        "fault 8: sections do not compare how often what they read was written to",
         "split/gates.py",
         "            if version != run.versions[slot]:",
         "            if False:",
         ("tests/split/test_order.py",),
     ),
     Planted(
-        "a sparse gradient shares its rows with what later sections read",
+        "fault 12: a sparse gradient shares its rows with what later sections read",
         "split/gates.py",
         "return gradient.clone()",
         "return gradient",
         ("tests/split/test_gradients.py", "tests/split/test_gates.py"),
     ),
     Planted(
-        "graphs with complex values are compiled with writes in place",
+        "fault 13: graphs with complex values are compiled with writes in place",
         "_torch/aot.py",
         "    if has_complex_values(graph):",
         "    if False:",
         ("tests/split/test_complex.py",),
     ),
     Planted(
-        "a gradient is released where it is made, not where its autograd node ends",
+        "fault 15: a gradient is released where it is made, not where its autograd node ends",
         "split/facts.py",
         "release_places=_release_places(calls, gradients, num_released_before),",
         "release_places=_release_places(calls, gradients, {}),",
         ("tests/split/test_releases.py",),
     ),
     Planted(
-        "nothing is known to communicate in a backward",
+        "fault 16: nothing is known to communicate in a backward",
         "split/facts.py",
         "    communicates = [may_communicate(node) for node in calls]\n    in_arguments",
         "    communicates = [False] * len(calls)\n    in_arguments",
         ("tests/split/test_alike.py",),
     ),
     Planted(
-        "what draws random numbers is not known by its tag",
+        "fault 17: what draws random numbers is not known by its tag",
         "split/nodes.py",
         '    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())',
         "    return False",
@@ -92,11 +92,11 @@ BY_NAME = (
     ),
     # ---- Promises ------------------------------------------------------------------------------
     Planted(
-        "sections run in autocast as hooks set it",
+        "sections run in autocast where backward() does",
         "split/gates.py",
         "            with _torch.no_autocast():\n                returned = self.call(values)",
         "            returned = self.call(values)",
-        ("tests/split/test_gates.py", "tests/split/test_autograd_doors.py"),
+        ("tests/split/test_autograd_doors.py",),
     ),
     Planted(
         "a section keeps the values that no later one reads",

@@ -258,7 +258,7 @@ def test_a_graph_of_a_recomputation_stands_where_its_code_ran_in_the_forward(
     p = parameters(3)
     for index, graph in enumerate(("4/0", "5/0", "6/0")):
         cut = Cut(graph=graph, inner="eager", num_nodes=1, arrival=(p[index],))
-        known.keep(cut, GraphText())
+        known.keep(cut, GraphText)
     known.begin_forward()
     for graph in ("4/0", "5/0", "6/0"):
         known.note_run(graph)

@@ -115,6 +115,19 @@ class CheckpointsLayers(TwoHeads):
         return self.left(x), self.right(x)
 
 
+class RecomputesExactly(TwoHeads):
+    """Backward makes calls of the forward again which no autocast has rounded."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def exactly(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+            with torch.autocast(DEVICE.type, enabled=False):
+                return torch.tanh(layer(x.float()))
+
+        for layer in self.trunk:
+            x = checkpoints.checkpoint(exactly, x, layer, use_reentrant=False)
+        return self.left(x), self.right(x)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A DDP module, which is given to a door in one of three forms."""
@@ -680,6 +693,12 @@ def autocast_around_backward_alone(case: Case, x: torch.Tensor) -> Any:
     loss = case.loss(x)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         loss.backward()
+
+
+@row(SAME, RecomputesExactly)
+def autocast_around_forward_and_backward(case: Case, x: torch.Tensor) -> Any:
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        case.loss(x).backward()
 
 
 @row()

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt._torch import cached
+from ddpopt.inspection import Explanation
 from ddpopt.split import compiler
 from ddpopt.split.compiler import BackwardCutter
 from tests.support.beside import compiled
@@ -30,11 +31,11 @@ CAP_MB = 0.005
 
 
 class Step(NamedTuple):
-    """The result of a first step; `shown` is what `explain` shows of its graph."""
+    """The result of a first step; `shown` is what `explain` knows of its graph."""
 
     is_hit: bool
     num_sections: int
-    shown: object
+    shown: Explanation
     gradients: list[torch.Tensor]
     expected: list[torch.Tensor]
 
@@ -68,7 +69,7 @@ def _step(
     return Step(
         is_hit=counters["aot_autograd"]["autograd_cache_hit"] > 0,
         num_sections=len(cut.sections),
-        shown=explanation.to_dict()["graphs"],
+        shown=explanation,
         gradients=[p.grad for p in ddp.parameters() if p.grad is not None],
         expected=[p.grad for p in eager.parameters() if p.grad is not None],
     )
@@ -89,7 +90,7 @@ def cached_step(one_rank: None, cache_folder: Path) -> Step:
 
 @needs_our_code_in_caches
 def test_a_warm_start_neither_traces_nor_cuts(one_rank: None) -> None:
-    """A warm start has the cold one's cut and nodes, and gradients equal to the bit."""
+    """A warm start has the cold one's cut, and gradients equal to the bit."""
     with fresh_cache():
         cold = _step()
         with mock.patch.object(
@@ -98,12 +99,27 @@ def test_a_warm_start_neither_traces_nor_cuts(one_rank: None) -> None:
             warm = _step()
     assert (cold.is_hit, warm.is_hit) == (False, True)
     assert warm.num_sections == cold.num_sections > 2
-    assert warm.shown == cold.shown
+    assert warm.shown.cuts == cold.shown.cuts
+    _assert_is_shown_without_calls(warm.shown, cold.shown)
     torch.testing.assert_close(warm.gradients, cold.gradients, rtol=0, atol=0)
     torch.testing.assert_close(warm.gradients, warm.expected)
 
 
 @needs_our_code_in_caches
+def _assert_is_shown_without_calls(warm: Explanation, cold: Explanation) -> None:
+    """Sizes are stored and texts are not: `explain` says so, and the graph has the same edges."""
+    (warm_graph,), (cold_graph,) = (each.to_dict()["graphs"] for each in (warm, cold))
+    for section in cold_graph["sections"]:
+        assert section.pop("nodes")
+    for section in warm_graph["sections"]:
+        assert not section.pop("nodes")
+    assert warm_graph == cold_graph
+    assert any("cache" in hint for hint in warm.hints)
+    assert not any("cache" in hint for hint in cold.hints)
+    of_warm, of_cold = (each.to_networkx().edges(data="bytes") for each in (warm, cold))
+    assert list(of_warm) == list(of_cold)
+
+
 def test_what_was_compiled_without_retain_graph_serves_with_it(cached_step: Step) -> None:
     """No entry's backward overwrites what the next one needs."""
     again = _step(retain_graph=True)

@@ -172,7 +172,7 @@ def test_the_environments_rank_leads_to_no_other_folder(
     gm = fx.symbolic_trace(torch.nn.ReLU())
     with config.patch(dump_dir=str(tmp_path / "dumps")):
         cut = Cut(graph="0/0", inner="eager", num_nodes=1, split="forward")
-        dump.write(gm, cut, GraphText(), {})
+        dump.write(gm, cut, GraphText, {})
     (process,) = (tmp_path / "dumps").iterdir()
     assert re.fullmatch(r"rank\d{1,60}-pid\d+", process.name)
     assert list(process.glob("*/cut.json"))

@@ -15,6 +15,7 @@ from ddpopt.reducer import Parameter, ReducerRules
 from ddpopt.split.arrival import Others
 from ddpopt.split.buckets import Source, which_buckets
 from ddpopt.split.cut import Cut
+from ddpopt.split.phases import Goal
 from tests.support.cuts import only_cut
 from tests.support.models import MLP
 
@@ -40,13 +41,18 @@ def test_names_that_only_a_cut_forward_needs_cost_no_cut_of_a_backward(
         assert cut.fallback is Reason.TORCH_DRIFT
 
 
-def _graph(*, is_shared: bool = False, **known: Any) -> Any:
+def _graph(*, is_shared: bool = False, expected: Any = None, **known: Any) -> Any:
     parameters = [
         Parameter(index=index, name=f"p{index}", num_bytes=8, group="float32")  # type: ignore[arg-type]
         for index in range(4)
     ]
     rules = ReducerRules(caps_bytes=(16,), is_rebuilt=True)
-    unknown = {"expected_buckets": None, "buckets": None, "is_searching": False, "rules": rules}
+    unknown = {
+        "goal": Goal.IN_FORCE if expected is None else Goal.EXPECTED,
+        "expected_buckets": expected,
+        "buckets": None,
+        "rules": rules,
+    }
     return SimpleNamespace(
         ddp_state=SimpleNamespace(**{**unknown, **known}),
         empty_cut=Cut(graph="0/0", inner="", num_nodes=4, is_shared=is_shared),
@@ -64,20 +70,20 @@ def _graph(*, is_shared: bool = False, **known: Any) -> Any:
         (_graph(), Source.PREDICTED, [[3, 2], [1, 0]], [[3, 2], [1, 0]]),
         (_graph(buckets=[[0, 1, 2], [3]]), Source.OWN, [[0, 1, 2], [3]], [[0, 1, 2], [3]]),
         (
-            _graph(buckets=[[0, 1, 2], [3]], expected_buckets=[[3], [2, 1, 0]]),
+            _graph(buckets=[[0, 1, 2], [3]], expected=[[3], [2, 1, 0]]),
             Source.EXPECTED,
             [[3], [2, 1, 0]],
             [[0, 1, 2], [3]],
         ),
-        (_graph(is_searching=True), Source.SEARCHED, [[3], [2], [1], [0]], [[3, 2], [1, 0]]),
+        (_graph(goal=Goal.SEARCHED), Source.SEARCHED, [[3], [2], [1], [0]], [[3, 2], [1, 0]]),
         (
-            _graph(is_searching=True, expected_buckets=[[3], [2, 1, 0]]),
+            _graph(expected=[[3], [2, 1, 0]]),
             Source.EXPECTED,
             [[3], [2, 1, 0]],
             [[3, 2], [1, 0]],
         ),
         (
-            _graph(is_shared=True, expected_buckets=[[3], [2, 1, 0]]),
+            _graph(is_shared=True, expected=[[3], [2, 1, 0]]),
             Source.SEARCHED,
             [[3], [2]],
             [[3, 2]],

@@ -14,6 +14,7 @@ import ddpopt
 from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt.errors import DDPMode
 from ddpopt.split import state
+from ddpopt.split.phases import Goal, Origin
 from ddpopt.split.state import (
     KEEPING_ALLREDUCE,
     KEEPING_BUCKETS,
@@ -33,9 +34,9 @@ def test_graphs_are_compared_with_buckets_again_once_these_change(one_rank: None
     ddp, others = _ddp(), _ddp()
     train(ddp, batches(0, [(2, 64)] * 4), compiled(ddp, split="backward"))
     in_one = [list(range(len(list(ddp.parameters()))))]
-    state.get(others).give_buckets(in_one, are_planned=True)
+    state.get(others).give_buckets(in_one, Origin.PLANNED)
     assert len(state.get(ddp).compared) == 1
-    state.get(ddp).give_buckets(in_one, are_planned=True)
+    state.get(ddp).give_buckets(in_one, Origin.PLANNED)
     assert not state.get(ddp).compared
 
 
@@ -49,7 +50,7 @@ def test_given_buckets_are_known_until_the_reducer_tells_its_own(one_rank: None)
     assert len(reported) == len(ddpopt.explain(ddp).cuts[0].buckets) > 1
     assert known.buckets == reported
     everything = [[index for bucket in reported for index in bucket]]
-    known.give_buckets(everything, are_planned=True)
+    known.give_buckets(everything, Origin.PLANNED)
     assert (known.reported_buckets, known.buckets) == (None, everything)
     assert len(known.cuts[0].buckets) == 1
 
@@ -71,12 +72,12 @@ def test_a_search_is_part_of_the_rules_only_where_its_code_is_replaced(one_rank:
     known = state.get(ddp)
     rules = known.rules
     known.begin_search(is_provisional=False)
-    assert known.is_searching
+    assert known.goal is Goal.SEARCHED
     assert known.rules == rules
     known.begin_search(is_provisional=True)
     assert known.rules != rules
     known.end_search()
-    assert not known.is_searching
+    assert known.goal is Goal.IN_FORCE
     assert known.rules == rules
 
 
@@ -94,14 +95,14 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     ddp = _ddp()
     known = state.get(ddp)
     known.begin_search(is_provisional=True)
-    known.give_buckets([list(range(len(list(ddp.parameters()))))], are_planned=True)
+    known.give_buckets([list(range(len(list(ddp.parameters()))))], Origin.PLANNED)
     kept, dropped = ModuleSlot(str, Lifetime.MODULE), ModuleSlot(str, Lifetime.CODE)
     for slot in (kept, dropped):
         slot.set(ddp, "something")
     state.forget_all()
     assert state.get(ddp) is known
     assert (kept.get(ddp), dropped.get(ddp)) == ("something", "")
-    assert not known.is_searching
+    assert known.goal is Goal.IN_FORCE
     assert not known.is_provisional
     assert not known.has_planned_buckets
 

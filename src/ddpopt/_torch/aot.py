@@ -45,8 +45,9 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
             return None
         if not has_parts and not names.TOKENS.get(metadata):
             return compiled(*args)
-        # The call is made all the same: AOTAutograd expects a first call. That may raise where it
-        # takes a token or a part for an output, and makes a view of it.
+        # Tokens and parts would shift the outputs (splits.md, fault 18). The call is made all the
+        # same: AOTAutograd expects a first call. That may raise where it takes a token or a part
+        # for an output, and makes a view of it.
         with contextlib.suppress(Exception):
             compiled(*args)
         return None
@@ -213,8 +214,8 @@ def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
     fused with a kernel that runs before. Which of these happens to a graph is chance, so that a
     section can compute something else than the whole graph (torch 2.13 and 2.15; see docs/faq.md).
 
-    Without the pass there are no such writes. Whatever else writes to a part of a complex tensor
-    keeps its place as long as nothing is ordered anew.
+    Without the pass there are no such writes (splits.md, fault 13). Whatever else writes to a part
+    of a complex tensor keeps its place as long as nothing is ordered anew.
     """
     settings: dict[PrivateName, Any] = {}
     if has_complex_values(graph):

@@ -497,7 +497,7 @@ def is_view(target: object) -> bool:
     """Whether an operator returns memory of its first argument, seen in another shape."""
     if not isinstance(target, _OVERLOAD):
         return False
-    # ATen does not mark these as views: autograd need not know, but they are.
+    # ATen does not mark these as views: autograd need not know, but they are (splits.md, fault 10).
     unmarked = (
         names.UNSAFE_VIEW.get().default,
         torch.ops.aten.unsafe_split.Tensor,

@@ -51,6 +51,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         check_kind("plan", plan, BucketPlan, "give what ddpopt.plan returned", TypeError)
     ddp_state = state.get(ddp)
     buckets = _find_buckets(ddp, ddp_state.cuts)
+    texts = ddp_state.make_texts()
     recording = recording_of(ddp)
     measured = recording.median_step() if recording else None
     search = tuner.find_tuner(ddp)
@@ -74,6 +75,11 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         hints.append(advice)
     if recording is not None:
         hints += recording.notes
+    if without_calls := [cut.graph for cut in ddp_state.cuts if not texts[cut.graph].nodes]:
+        hints.append(
+            f"calls of graph {', '.join(without_calls)} are not known, as the code came from "
+            "torch's cache: with DDPOPT_DUMP_DIR set, graphs are compiled anew"
+        )
 
     return Explanation(
         model=_name_of(ddp.module),
@@ -88,7 +94,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         num_measured=len(recording.steps_like_last) if recording else 0,
         num_recorded=len(recording.steps) if recording else 0,
         hints=tuple(hints),
-        texts=dict(ddp_state.texts),
+        texts=texts,
         uncompiled=warning_of(ddp),
     )
 

@@ -600,7 +600,7 @@ const numMatches = ({ matches }) =>
 /** Say why there are fewer or more nodes in the list than the section counts. */
 function noteOn({ graph, section }, numShown) {
   const { nodes, num_nodes: counted } = section;
-  if (!nodes.length) return "This explanation does not hold the nodes of this graph.";
+  if (!nodes.length) return "The nodes are not known: this graph's code came from a cache.";
   if (!numShown) return "No node of this section was found.";
   const repeats = graph.split === "backward" ? nodes.length - counted : 0;
   return repeats > 0 ? `With ${repeats} more that it repeats for itself: views and constants.` : "";

@@ -23,6 +23,7 @@ from ddpopt.errors import Reason
 from ddpopt.reducer import Parameter
 from ddpopt.split import state
 from ddpopt.split.cut import Cut
+from ddpopt.split.phases import Goal
 from ddpopt.steps.forwards import (
     Subscriber,
     find_subscriber,
@@ -172,7 +173,7 @@ class _Watch(Subscriber):
             return
         self._num_forwards += 1
         # While better buckets are searched for, those are not DDP's last.
-        if len(known.cuts) != self._num_graphs or known.is_searching:
+        if len(known.cuts) != self._num_graphs or known.goal is Goal.SEARCHED:
             self._num_graphs, self._num_forwards = len(known.cuts), 0
         if self._num_forwards < _NUM_SETTLED:
             return

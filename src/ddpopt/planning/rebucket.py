@@ -25,6 +25,7 @@ from ddpopt.planning.plan import BucketPlan
 from ddpopt.ranks.agree import Fact, require_equal
 from ddpopt.ranks.store import why_no_meeting
 from ddpopt.split import state
+from ddpopt.split.phases import Buckets, Origin
 from ddpopt.split.state import KEEPING_BUCKETS, find_mode
 from ddpopt.steps.forwards import (
     Subscriber,
@@ -319,13 +320,11 @@ def apply(ddp: DistributedDataParallel, plan: BucketPlan) -> None:
     """
     buckets = indices_of(ddp, plan)
     _replace_reducer(ddp, buckets, plan.caps_bytes)
-    state.get(ddp).give_buckets(buckets, are_planned=True)
+    state.get(ddp).give_buckets(buckets, Origin.PLANNED)
     _plans.set(ddp, plan)
 
 
-def take_back(
-    ddp: DistributedDataParallel, buckets: state.Buckets, caps_bytes: Sequence[int]
-) -> None:
+def take_back(ddp: DistributedDataParallel, buckets: Buckets, caps_bytes: Sequence[int]) -> None:
     """Give `ddp` back the buckets that it had before a plan, and their limits. Collective.
 
     Within each bucket, `buckets` has the parameters in the order that DDP had them in, equal on
@@ -335,11 +334,11 @@ def take_back(
     Raises as `apply` does.
     """
     _replace_reducer(ddp, buckets, caps_bytes)
-    state.get(ddp).give_buckets(buckets, are_planned=False)
+    state.get(ddp).give_buckets(buckets, Origin.RETURNED)
 
 
 def _replace_reducer(
-    ddp: DistributedDataParallel, buckets: state.Buckets, caps_bytes: Sequence[int]
+    ddp: DistributedDataParallel, buckets: Buckets, caps_bytes: Sequence[int]
 ) -> None:
     """Replace the Reducer on all ranks or on none: one may lack the memory for a new one."""
 

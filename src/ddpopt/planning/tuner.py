@@ -51,6 +51,7 @@ from ddpopt.planning.stopwatch import Measured, Stopwatch
 from ddpopt.ranks.agree import decide_on_rank_0, gather_on_rank_0
 from ddpopt.ranks.meetings import JointDecision
 from ddpopt.split import state
+from ddpopt.split.phases import Buckets
 from ddpopt.steps.clock import device_of
 from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
 
@@ -439,7 +440,7 @@ class _Tuner(Subscriber):
 class _Change(NamedTuple):
     """A change of buckets that is to be judged: what there was before, and what was predicted."""
 
-    buckets_before: state.Buckets
+    buckets_before: Buckets
     # What each rank measured before the change, on rank 0, which judges; empty on other ranks.
     measured_before: Sequence[Measured]
     caps_bytes_before: Sequence[int]

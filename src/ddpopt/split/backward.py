@@ -116,6 +116,11 @@ class SectionGraph:
     flow: Flow
 
 
+def kept_values(section: SectionGraph) -> Sequence[fx.Node]:
+    """What a section keeps for later ones, in the order of `flow.keeps`."""
+    return output_values(section.graph)[: len(section.flow.keeps)]
+
+
 def make_section_graphs(
     gm: fx.GraphModule, chosen: BackwardSections, reachable: ReachableMemory
 ) -> tuple[SectionGraph, ...]:
@@ -148,7 +153,8 @@ def make_section_graphs(
     # Inductor must not reuse the memory of parameters and tangents, as it does that of saved values
     # after their last use.
     held_outside = {node for node in inputs if _torch.is_held_outside(node)}
-    # The program may give two outputs one gradient, so all tangents count as one memory.
+    # The program may give two outputs one gradient, or views of one tensor, so all tangents count
+    # as one memory (splits.md, fault 11).
     tangents = {node for node in inputs if _torch.is_tangent(node)}
     tangents_last_taken = max((last_taken.get(node, 0) for node in tangents), default=0)
     watched = watched_inputs(gm, reachable)

@@ -17,6 +17,7 @@ from ddpopt._indices import ParameterIndex
 from ddpopt.reducer import Bucket, Parameter, in_launch_order, known_buckets, predict_buckets
 from ddpopt.split.arrival import order_arrival
 from ddpopt.split.graph import DynamoGraph
+from ddpopt.split.phases import Goal
 from ddpopt.split.sections import fine_buckets
 
 
@@ -51,6 +52,7 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
     """
     rules, is_shared = graph.ddp_state.rules, graph.empty_cut.is_shared
     expected, actual = graph.ddp_state.expected_buckets, graph.ddp_state.buckets
+    goal = graph.ddp_state.goal
     arrival = _predict_arrival(graph, lateness)
     arrival_here = tuple(parameter for parameter in arrival if parameter.index in lateness)
 
@@ -70,7 +72,7 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
     if expected is not None and not is_shared:
         source = Source.EXPECTED
         to_cut_at = known_buckets(graph.reduced, expected, rules)
-    elif expected is not None or graph.ddp_state.is_searching:
+    elif goal is not Goal.IN_FORCE:
         # Of shared code nobody knows which module's buckets it has to serve.
         source = Source.SEARCHED
         in_order = arrival_here if is_shared else [p for b in recorded for p in b.parameters]

@@ -49,12 +49,13 @@ from ddpopt.split.backward import (
     add_token,
     compile_backward_sections,
     drop_token_gradient,
+    kept_values,
     make_section_graphs,
     return_token_itself,
 )
 from ddpopt.split.buckets import GraphBuckets, which_buckets
-from ddpopt.split.cut import Cut, GraphText, digest_of_order, parts_of_buckets
-from ddpopt.split.dump import find_crossings, is_showing, show, write
+from ddpopt.split.cut import Cut, GraphText, MakeText, NodeText, digest_of_order, parts_of_buckets
+from ddpopt.split.dump import find_crossings, is_showing, show, shown_bytes, write
 from ddpopt.split.facts import (
     BackwardFacts,
     ForwardFacts,
@@ -87,6 +88,7 @@ from ddpopt.split.nodes import (
     output_values,
     uses_streams,
 )
+from ddpopt.split.phases import Buckets
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
 from ddpopt.split.releases import ReleaseOrder, mark_functions
 from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
@@ -162,9 +164,9 @@ def compile_whole(
     `start` is called as in `compile_under_ddp`. `ddp` is None where no DDP module is active.
     """
     cut = dataclasses.replace(new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
-    text = GraphText()
+    text: MakeText = GraphText
     if ddp is not None:
-        text = GraphText(nodes=(describe(call_nodes(gm.graph)),))
+        text = _text_of_whole(gm)
     write(gm, cut, text, {"original": gm})
     call = options.inner(gm, list(example_inputs))
     is_drift = refusal.reason is Reason.TORCH_DRIFT
@@ -224,10 +226,12 @@ class _StoredCut:
     """
 
     cut: Cut
-    text: GraphText
     # For each section, which of the distinct compiled callables it is, and what goes in and out. A
     # backward that stays whole has none.
     sections: Sequence[tuple[int, Flow]]
+    # The bytes of each value that a section keeps, in the order of `flow.keeps`. They are stored
+    # for people alone: neither a flow nor compiled code tells a size.
+    kept_bytes: Sequence[Sequence[int]]
     # The argument to which each gradient that AOTAutograd expects belongs.
     argument_of_output: Sequence[Argument | None]
 
@@ -236,7 +240,7 @@ class _Result(NamedTuple):
     """What became of a graph; `call` is None if it stays whole, and is yet to be compiled."""
 
     cut: Cut
-    text: GraphText
+    text: MakeText
     call: CompiledCall | None
 
 
@@ -325,9 +329,11 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
         call = aot(traced, [*example_inputs, new_token(device)], cutter)
     stored, further_sections = cutter.result
     cut = dataclasses.replace(stored.cut, graph=graph.name)  # the cache knows no names
+    text = cutter.text
     if cut.fallback is not None:
-        write(graph.gm, cut, stored.text, {"original": graph.gm})
-    return _Result(cut, stored.text, GatedGraph(call, further_sections, device))
+        text = _text_of_whole(graph.copy)
+        write(graph.gm, cut, text, {"original": graph.gm})
+    return _Result(cut, text, GatedGraph(call, further_sections, device))
 
 
 class _CutBackward(NamedTuple):
@@ -367,6 +373,8 @@ class BackwardCutter:
         self._token_argument = Argument(graph.num_inputs)
         # `edit_forward` leaves this for `compile_backward`.
         self._forward_outputs: Sequence[ForwardOutput] = ()
+        # The calls of each section; none if `make_backward` alone is called.
+        self._calls: Sequence[_SectionCalls] = ()
         self._result: _CutBackward | None = None
 
     @property
@@ -374,6 +382,13 @@ class BackwardCutter:
         """What came of it, once AOTAutograd has called `make_backward`."""
         assert self._result is not None, "AOTAutograd returned a forward without its backward"
         return self._result
+
+    @property
+    def text(self) -> MakeText:
+        """What people are shown of the sections, made of plain data when they ask."""
+        stored = self.result.stored
+        flows = [flow for _, flow in stored.sections]
+        return functools.partial(_text_of_backward, flows, stored.kept_bytes, self._calls)
 
     @functools.cached_property
     def cache_key(self) -> str | None:
@@ -399,7 +414,7 @@ class BackwardCutter:
             "how the Reducer forms buckets": ddp_state.rules,
             "buckets now": _as_tuples(ddp_state.buckets),
             # Cuts are finer while better buckets are searched for.
-            "is searching": ddp_state.is_searching,
+            "which buckets it is cut for": ddp_state.goal.name,
             "buckets to come": _as_tuples(ddp_state.expected_buckets),
         }
         digest = hashlib.sha256(repr(depends_on).encode()).hexdigest()
@@ -429,7 +444,8 @@ class BackwardCutter:
         reachable = find_reachable(self._forward_outputs, backward)
         # Parameters to which nobody writes before this backward releases their gradients. A
         # parameter that only another graph trains is left out: its gradient may arrive while
-        # sections of this backward are yet to run, and a hook may then update the parameter.
+        # sections of this backward are yet to run, and a hook may then update the parameter
+        # (splits.md, fault 9).
         made_here = gradient_nodes(backward).keys()
         unwritten = {
             argument
@@ -447,8 +463,8 @@ class BackwardCutter:
         except NotCutError as refusal:
             stored = _StoredCut(
                 cut=_left_whole(graph, cut, refusal.reason),
-                text=GraphText(nodes=(describe(call_nodes(graph.copy.graph)),)),
                 sections=(),
+                kept_bytes=(),
                 argument_of_output=argument_of_output,
             )
             origins = list(range(len(inputs)))  # each input is the whole graph's of that number
@@ -466,7 +482,12 @@ class BackwardCutter:
             unwritten=unwritten,
             releases=Releases(num_before=num_before, function_arguments=self._function_arguments),
         )
-        text = _text_of_backward(sections)
+        flows = [section.flow for section in sections]
+        kept_bytes = [list(map(shown_bytes, kept_values(section))) for section in sections]
+        # Not made when somebody asks: nothing of a node can wait for that without its graph, fake
+        # tensors or functions of the user's. It takes a thousandth of a compile.
+        self._calls = list(map(_read_section_calls, sections))
+        text = functools.partial(_text_of_backward, flows, kept_bytes, self._calls)
         wholes = {"original": graph.gm, "original_backward": backward}
         pieces = {f"backward_section_{k}": s.graph for k, s in enumerate(sections)}
         show(graph.gm, cut, text, wholes, pieces)
@@ -476,11 +497,10 @@ class BackwardCutter:
         compiled, numbers = compile_backward_sections(
             sections, inputs, saved, compile_section, graph.name
         )
-        flows = [section.flow for section in sections]
         stored = _StoredCut(
             cut=cut,
-            text=text,
             sections=list(zip(numbers, flows, strict=True)),
+            kept_bytes=kept_bytes,
             argument_of_output=argument_of_output,
         )
         return compiled, stored
@@ -553,7 +573,7 @@ def _cut_forward(
         if not graph.may_fall_back_for(refusal.reason):
             raise
         cut = _left_whole(graph, cut, refusal.reason)
-        text = GraphText(nodes=(calls,))
+        text = functools.partial(GraphText, nodes=(calls,))
         write(graph.gm, cut, text, {"original": graph.gm})
         return _Result(cut, text, None)
 
@@ -561,10 +581,8 @@ def _cut_forward(
     cut = cut.with_buckets(cut.buckets)  # which says what each section completes
     stitched = make_stitched_graph(graph.copy, sections)
     prove_forward(graph.gm, cut, stitched, graph.argument_of)
-    text = GraphText(
-        nodes=tuple(calls[section.start : section.stop] for section in sections),
-        crossings=_crossings_of_forward(stitched),
-    )
+    calls_of_sections = tuple(calls[section.start : section.stop] for section in sections)
+    text = functools.partial(_text_of_forward, calls_of_sections, *_values_of_forward(stitched))
     section_calls = stitched.graph.find_nodes(op="call_module")
     pieces = {f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)}
     show(graph.gm, cut, text, {"original": graph.gm}, pieces, stitched)
@@ -590,27 +608,76 @@ def _order_of_forward(graph: DynamoGraph, facts: ForwardFacts) -> str:
     return digest_of_order(collectives, uses)
 
 
-def _as_tuples(buckets: state.Buckets | None) -> tuple[tuple[ParameterIndex, ...], ...] | None:
+def _as_tuples(buckets: Buckets | None) -> tuple[tuple[ParameterIndex, ...], ...] | None:
     """Buckets in a form whose text is equal for equal ones."""
     return None if buckets is None else tuple(tuple(bucket) for bucket in buckets)
 
 
-def _text_of_backward(sections: Sequence[SectionGraph]) -> GraphText:
-    """The calls of a cut backward, and what goes from one section to another, for people."""
-    # A section returns first the values that it keeps. They are found again by their slots.
-    outputs = [dict(zip(s.flow.keeps, output_values(s.graph), strict=False)) for s in sections]
+# ---- What people are shown -------------------------------------------------------------------
+
+# The calls of a graph, or of one section.
+_Calls = tuple[NodeText, ...]
+
+
+class _SectionCalls(NamedTuple):
+    """A backward section as text, while its graph is there."""
+
+    calls: _Calls
+    # Those that make what the section keeps, in the order of `flow.keeps`.
+    kept: _Calls
+
+
+def _text_of_whole(gm: fx.GraphModule) -> MakeText:
+    return functools.partial(GraphText, nodes=(describe(call_nodes(gm.graph)),))
+
+
+def _read_section_calls(section: SectionGraph) -> _SectionCalls:
+    calls = describe(call_nodes(section.graph.graph))
+    return _SectionCalls(calls=calls, kept=describe(kept_values(section)))
+
+
+def _text_of_backward(
+    flows: Sequence[Flow],
+    kept_bytes: Sequence[Sequence[int]],
+    sections: Sequence[_SectionCalls],
+) -> GraphText:
+    """The calls of a cut backward, and what goes from one section to another, for people.
+
+    `sections` is empty if the code came from torch's cache.
+    """
+    made: list[dict[Slot, tuple[NodeText, int]]] = []
+    for index, flow in enumerate(flows):
+        kept = [NodeText(f"slot {slot}", "", "", "") for slot in flow.keeps]
+        if sections:
+            kept = list(sections[index].kept)
+        values = zip(kept, kept_bytes[index], strict=True)
+        made.append(dict(zip(flow.keeps, values, strict=True)))
     return GraphText(
-        nodes=tuple(describe(call_nodes(section.graph.graph)) for section in sections),
-        crossings=find_crossings(outputs, [section.flow.takes for section in sections]),
+        nodes=tuple(section.calls for section in sections),
+        crossings=find_crossings(made, [flow.takes for flow in flows]),
     )
 
 
-def _crossings_of_forward(stitched: fx.GraphModule) -> Any:
-    """What goes from one section of a cut forward to another, as text for people."""
+def _values_of_forward(
+    stitched: fx.GraphModule,
+) -> tuple[list[dict[str, tuple[NodeText, int]]], list[list[str]]]:
+    """What each section of a forward makes and takes, by the names of values in `stitched`."""
     # Values go from one section to another as elements of the tuples that sections return.
     calls = list(stitched.graph.find_nodes(op="call_module"))
-    outputs = []
+    made: list[dict[str, tuple[NodeText, int]]] = []
     for call in calls:
         returned = output_values(attribute_of(stitched, call))
-        outputs.append({element: returned[element.args[1]] for element in call.users})
-    return find_crossings(outputs, [call.all_input_nodes for call in calls])
+        made.append({})
+        for element in call.users:
+            value = returned[element.args[1]]
+            (text,) = describe([value])
+            made[-1][element.name] = text, shown_bytes(value)
+    return made, [[node.name for node in call.all_input_nodes] for call in calls]
+
+
+def _text_of_forward(
+    calls: Sequence[_Calls],
+    made: Sequence[Mapping[str, tuple[NodeText, int]]],
+    taken: Sequence[Sequence[str]],
+) -> GraphText:
+    return GraphText(nodes=tuple(calls), crossings=find_crossings(made, taken))

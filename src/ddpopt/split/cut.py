@@ -21,7 +21,7 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -259,7 +259,7 @@ class Crossing:
     """
 
     value: NodeText
-    num_bytes: int  # in the first call
+    num_bytes: int  # in the first call; of code from a cache, in that of the process that stored it
     made_in: SectionIndex
     read_in: tuple[SectionIndex, ...]
 
@@ -268,12 +268,16 @@ class Crossing:
 class GraphText:
     """The calls of each section as text, and the values that go from one section to another.
 
-    A graph that is compiled whole is one section. Texts are made while the graph is there: they
-    outlive it, and are stored with compiled code, from which no graph comes back.
+    A graph that is compiled whole is one section. Of code from torch's cache there are no calls,
+    and values have no names: no graph comes back from it.
     """
 
     nodes: tuple[tuple[NodeText, ...], ...] = ()
     crossings: tuple[Crossing, ...] = ()
+
+
+# Made when somebody asks, from data that keeps no graph alive.
+MakeText = Callable[[], GraphText]
 
 
 # ---- Making sections -------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from ddpopt import _logs, _torch, config
 from ddpopt._indices import SectionIndex, numbered
 from ddpopt._text import new_folder
 from ddpopt.errors import TorchDriftError
-from ddpopt.split.cut import Crossing, Cut, GraphText
-from ddpopt.split.nodes import describe, num_bytes_of
+from ddpopt.split.cut import Crossing, Cut, GraphText, MakeText, NodeText
+from ddpopt.split.nodes import num_bytes_of
 
 if TYPE_CHECKING:
     import networkx
@@ -51,7 +51,7 @@ def is_showing() -> bool:
 def show(  # what is shown
     gm: fx.GraphModule,
     cut: Cut,
-    text: GraphText,
+    text: MakeText,
     wholes: Graphs,
     sections: Graphs,
     stitched: fx.GraphModule | None = None,
@@ -72,7 +72,7 @@ def show(  # what is shown
     write(gm, cut, text, graphs)
 
 
-def write(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None:
+def write(gm: fx.GraphModule, cut: Cut, text: MakeText, graphs: Graphs) -> None:
     """Write a cut and graphs to the folder of the compile that Dynamo made `gm` for."""
     dump_dir = config.dump_dir
     if not dump_dir or dump_dir in _given_up:
@@ -80,7 +80,8 @@ def write(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None
     try:
         folder = _folder_of(gm)
         content = dataclasses.asdict(cut)
-        content["crossings"] = [dataclasses.asdict(crossing) for crossing in text.crossings]
+        made = text()
+        content["crossings"] = [dataclasses.asdict(crossing) for crossing in made.crossings]
         name_of_reason = operator.attrgetter("name")
         (folder / "cut.json").write_text(
             json.dumps(content, indent=1, default=name_of_reason) + "\n"
@@ -88,7 +89,7 @@ def write(gm: fx.GraphModule, cut: Cut, text: GraphText, graphs: Graphs) -> None
         for name, graph in graphs.items():
             code = _code(graph)
             (folder / f"{name}.py").write_text(code, encoding="utf-8", errors="backslashreplace")
-        write_graphml(cut, text, folder / "cut.graphml")
+        write_graphml(cut, made, folder / "cut.graphml")
     except Exception as error:
         # A full disk, a folder that may not be written to, a graph that cannot be printed: whatever
         # it is, a dump is not worth a training run.
@@ -132,12 +133,12 @@ def _process_folder(dump_dir: str, process_id: int) -> Path:
 
 
 def find_crossings(
-    made: Sequence[Mapping[Any, fx.Node]], taken: Sequence[Iterable[Any]]
+    made: Sequence[Mapping[Any, tuple[NodeText, int]]], taken: Sequence[Iterable[Any]]
 ) -> tuple[Crossing, ...]:
-    """The values that sections hand to later ones, as text.
+    """The values that sections hand to later ones.
 
-    Between sections a value has a key. `made` has the outputs of each section by their keys, and
-    `taken` the keys of its inputs.
+    Between sections a value has a key. `made` has the outputs of each section by their keys, as
+    text and with their bytes, and `taken` the keys of its inputs.
     """
     readers: dict[Any, list[SectionIndex]] = {}
     for section, keys in numbered(SectionIndex, taken):
@@ -145,12 +146,11 @@ def find_crossings(
             readers.setdefault(key, []).append(section)
     crossings = []
     for section, outputs in numbered(SectionIndex, made):
-        for key, node in outputs.items():
+        for key, (value, num_bytes) in outputs.items():
             if key in readers:
-                (value,) = describe([node])
                 crossing = Crossing(
                     value=value,
-                    num_bytes=_num_bytes(node),
+                    num_bytes=num_bytes,
                     made_in=section,
                     read_in=tuple(readers[key]),
                 )
@@ -158,7 +158,7 @@ def find_crossings(
     return tuple(crossings)
 
 
-def _num_bytes(node: fx.Node) -> int:
+def shown_bytes(node: fx.Node) -> int:
     """The size of a node's value; 0 if that cannot be told."""
     try:
         return num_bytes_of(_torch.traced_value(node))

@@ -489,6 +489,8 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     in_arguments = {output.memory for output in saved if output.made_in_arguments}
     for output in saved:
         is_argument = output.memory >= 0
+        # A hook may write to what the forward returned (splits.md, fault 6), and to a buffer in
+        # whose memory Inductor has made a value (splits.md, fault 7).
         if is_argument or output.memory in returned or output.memory in in_arguments:
             memory_by_name[output.name] = output.memory
     lowest_number = min([0, *(output.memory for output in outputs)])
@@ -621,6 +623,7 @@ def _observable_calls(
     """
     places = {call: Place(call) for call, has_effects in numbered(Call, is_ordered) if has_effects}
     for calls in memory_reads.values():
+        # Behind a release a call might read what a hook wrote (splits.md, fault 5).
         places.update((call, Place(call)) for call in calls)
     for call, memory in epilogue_copies.items():
         # Behind what makes its value, and behind what reads or writes the memory before it.
@@ -699,9 +702,9 @@ def _release_places(
 ) -> dict[Argument, Place]:
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
-    A hook on the gradient then sees all that the node did, see [Note: order, as a hook sees it].
-    That place is behind all calls that autograd made before it released the gradient: these have
-    marks, see `releases.py`.
+    A hook on the gradient then sees all that the node did (splits.md, fault 15), see [Note: order,
+    as a hook sees it]. That place is behind all calls that autograd made before it released the
+    gradient: these have marks, see `releases.py`.
     """
     # Behind which call autograd had released each number of gradients, and no more.
     last_places: collections.defaultdict[int, Place]

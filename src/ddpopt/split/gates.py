@@ -79,7 +79,9 @@ class CompiledSection:
     call: Boxed
     flow: Flow
     label: Label
-    # Autocast was on in forward, and `call` runs without it: all casts are in the graph already.
+    # Autocast was on in forward, and `call` runs without it: all casts are in the graph already. A
+    # call that the forward makes where autocast is off, and backward makes again, has none; in a
+    # `backward()` under autocast it would be cast.
     without_autocast: bool = False
 
     def run(self, run: Run) -> Sequence[Any]:
@@ -113,6 +115,7 @@ class CompiledSection:
         watched = self.flow.watches
         versions = _torch.versions(run.values[slot] for slot in watched)
         for slot, version in zip(watched, versions, strict=True):
+            # Eager refuses a backward whose buffer a hook has written to (splits.md, fault 8).
             if version != run.versions[slot]:
                 value = run.values[slot]
                 raise HookError(
@@ -129,8 +132,8 @@ class CompiledSection:
 def _in_own_memory(gradient: Any) -> Any:
     """A sparse gradient with rows of its own, and anything else as it is.
 
-    Its rows can be a value that a later section reads, and DDP divides them in place. No graph can
-    express the copy: Inductor removes copies of sparse tensors.
+    Its rows can be a value that a later section reads, and DDP divides them in place (splits.md,
+    fault 12). No graph can express the copy: Inductor removes copies of sparse tensors.
     """
     if isinstance(gradient, torch.Tensor) and gradient.layout is not torch.strided:
         return gradient.clone()
@@ -194,6 +197,7 @@ class Gate(torch.autograd.Function):
         """Run the section, release its gradients, and pass on the run."""
         section: CompiledSection = ctx.section
         run: Run | None = getattr(handle, "ddpopt_run", None)
+        # Without the handle this and later sections would give no gradients (splits.md, fault 14).
         if handle is None or run is None or run.num_sections_begun != section.label.section:
             # The schedules that the message names run a stage's backward to its input
             # (`stage_backward_input`), and later the nodes on its way once more, with the gradients

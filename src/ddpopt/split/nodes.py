@@ -101,6 +101,7 @@ def may_communicate(node: fx.Node) -> bool:
 
 
 def _is_random(operator: Any) -> bool:
+    # Not all that draw are in fx's list of such operators (splits.md, fault 17).
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 

@@ -19,8 +19,9 @@ from ddpopt._text import shorten
 from ddpopt.errors import TorchDriftError
 from ddpopt.reducer import Order, compare_order, find_misplaced, predict_buckets
 from ddpopt.split import state
-from ddpopt.split.cut import Cut, GraphText
+from ddpopt.split.cut import Cut, MakeText
 from ddpopt.split.gates import refuse_double_backward
+from ddpopt.split.phases import Answer
 
 CompiledCall = Callable[..., Any]
 # Begins what compiling would have begun, for a DDP module that runs code of another.
@@ -35,7 +36,7 @@ class CompiledGraph:
     """A graph under DDP in compiled form, with the signature of Dynamo's graph."""
 
     cut: Cut
-    text: GraphText
+    text: MakeText
     call: CompiledCall
     # Which argument of the graph brings in each DDP parameter.
     argument_of: Mapping[ParameterIndex, Argument]
@@ -181,7 +182,7 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     It warns of the first parameter in another bucket: from there on allreduces start late.
     """
     module_state = state.get(ddp)
-    if module_state.reported_buckets is not None:
+    if module_state.answer is not Answer.AWAITED:
         return True
     if not _torch.syncs_gradients(ddp):
         return False  # DDP writes its log only in steps that communicate

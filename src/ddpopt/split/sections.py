@@ -336,6 +336,8 @@ def _choose_parts(
     Raises:
         NotCutError: there is one part only, of one bucket or of none.
     """
+    # Where ranks divide at buckets alone, which may differ, they wait for each other (splits.md,
+    # fault 16).
     collectives = [call for call, communicates in enumerate(facts.communicates) if communicates]
     if not collectives:
         _require_two_parts(bucket_parts)
@@ -423,8 +425,9 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
     # An observable call that stands before a release must not run after it, see
-    # [Note: order, as a hook sees it]; nor must a call that makes a gradient which is in no part:
-    # somebody may wait for that gradient.
+    # [Note: order, as a hook sees it]: a hook might find a buffer without what the call writes
+    # (splits.md, fault 4). Nor must a call that makes a gradient which is in no part: somebody may
+    # wait for that gradient.
     stands_at = dict(facts.observable_calls)
     in_parts = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
@@ -444,7 +447,8 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
     following = max(stage, default=Stage(0))
     for call in map(Call, reversed(range(len(facts.reads)))):
         if call in facts.epilogue_copies:
-            # Calls that read the old value come first. Other effects do not matter here.
+            # Calls that read the old value come first (splits.md, fault 3). Other effects do not
+            # matter here.
             for reader in facts.memory_reads[facts.epilogue_copies[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])
@@ -471,6 +475,7 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[Stage]) -> None:
     for gradient in itertools.chain.from_iterable(facts.gradients.values()):
         fused_calls = _fused_calls_of(gradient, facts, readers)
         if any(facts.is_ordered[call] for call in fused_calls):
+            # With an earlier bucket it would pass other calls with effects (splits.md, fault 1).
             continue
         # The latest stage from which these calls read, and whether they would be fused with a call
         # of that stage. If they read several, one that they would be fused with counts.
@@ -482,7 +487,9 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[Stage]) -> None:
         ]
         reads_from, is_fused = max(outside, default=(stage[gradient], False))
         if is_fused and reads_from < stage[gradient]:
-            for call in fused_calls:  # of which one may be a gradient of a still earlier stage
+            for call in fused_calls:
+                # One may be a gradient of a still earlier stage, where it is released (splits.md,
+                # fault 2).
                 stage[call] = min(stage[call], reads_from)
 
 

@@ -6,6 +6,7 @@ about a module is kept in `_slots.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,10 +19,10 @@ from ddpopt._indices import ParameterIndex
 from ddpopt._slots import forget_compiled
 from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
-from ddpopt.split.cut import Cut, GraphText, frame_of
+from ddpopt.split.cut import Cut, GraphText, MakeText, frame_of
+from ddpopt.split.phases import Answer, Buckets, CutGoal, Goal, Origin, ReducerBuckets
 from ddpopt.steps.forwards import are_reported
 
-Buckets = Sequence[Sequence[ParameterIndex]]  # in launch order
 # The buckets that a graph was cut for, in any order of their members; None if they were not known
 # yet; or "any", where the graph was cut finely, or is compiled whole.
 CutFor = str | tuple[frozenset[ParameterIndex], ...] | None
@@ -54,7 +55,7 @@ class DDPState:
         """Reset everything that depends on compiled code."""
         # By the name of a graph: its cut, its text, and its runner, which Dynamo owns.
         self._cuts: dict[str, Cut] = {}
-        self.texts: dict[str, GraphText] = {}
+        self._texts: dict[str, MakeText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
         self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
         # The graphs that have run in the present forward; None between forwards, and where nobody
@@ -63,46 +64,44 @@ class DDPState:
         # The names of the graphs that ran in the last forward with gradients, in that order.
         self._last_runs: tuple[str, ...] = ()
         self._rules: ReducerRules | None = None
-        # The Reducer's final buckets as it reported them, empty if it could not.
-        self.reported_buckets: Buckets | None = None
-        self._given_buckets: Buckets | None = None
-        self._num_bucket_queries = 0
+        self._reducer = ReducerBuckets()
+        self._cut_goal = CutGoal()
         # How many graphs have run under no_sync since the last one outside of it; counted until
         # the buckets are final.
         self.num_unseen = 0
         # The runners of graphs whose cuts need not be compared with the buckets until these change.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
-        # While better buckets are searched graphs are cut finely; `is_provisional` says that they
-        # will be cut again. `expected_buckets` are those of a plan that is about to be applied.
-        self.is_searching = False
-        self.is_provisional = False
-        self.expected_buckets: Buckets | None = None
-        # Whether the module runs another module's code, which was cut for that module's buckets.
+        # Whether the module, on its way to other buckets, ran code that was cut for those of some
+        # other module. This is no part of the goal: once that is reached, the module still needs
+        # code of its own for each new Reducer.
         self.is_recut = False
-        self._are_given_by_plan = False  # whether `_given_buckets` are a plan's
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
         """The cuts in force, in the order in which they were made."""
         return tuple(self._cuts.values())
 
+    def make_texts(self) -> dict[str, GraphText]:
+        """The text of each graph, by its name."""
+        return {graph: make() for graph, make in self._texts.items()}
+
     def is_cut_in_forward(self, graph: str) -> bool:
         cut = self._cuts.get(graph)
         return cut is not None and bool(cut.sections) and cut.split == "forward"
 
-    def keep(self, cut: Cut, text: GraphText, runner: object = None) -> None:
+    def keep(self, cut: Cut, text: MakeText, runner: object = None) -> None:
         """Note that `cut` is in force, in place of an earlier one for the same graph.
 
         `runner` is what runs the graph, None if nothing notices that it runs.
         """
-        self.texts[cut.graph] = text
+        self._texts[cut.graph] = text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
         self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
         self._cuts[cut.graph] = self._with_buckets_in_force(cut)
 
     def _with_buckets_in_force(self, cut: Cut) -> Cut:
         """The cut with the Reducer's buckets, where these are known before it reports them."""
-        if self.reported_buckets is not None or not cut.buckets or cut.is_shared:
+        if self._reducer.answer is not Answer.AWAITED or not cut.buckets or cut.is_shared:
             return cut
         buckets = self.buckets
         if buckets is None:
@@ -235,24 +234,27 @@ class DDPState:
         self._rules = None
         self._forget_code()
 
+    # ---- Which buckets there are, and which ones graphs are cut for: see `phases.py` ------------
+
     @property
     def buckets(self) -> Buckets | None:
-        """The Reducer's buckets; None if it has yet to form them, or does not tell.
+        """The Reducer's buckets; None if it has yet to form them, or does not tell."""
+        return self._reducer.find(self._module())
 
-        As it reported them, or as they were given to it, or as they have been from the start, or
-        since steps that ran no code of ours. The last is asked anew each time: with
-        `find_unused_parameters` buckets are final until somebody calls `_set_static_graph()`.
-        """
-        known = self.reported_buckets or self._given_buckets
-        was_asked = self.reported_buckets is not None
-        if known is None and not was_asked and not _torch.will_rebuild_buckets(self._module()):
-            return _torch.final_buckets(self._module())
-        return known
+    @property
+    def reported_buckets(self) -> Buckets | None:
+        """The Reducer's final buckets as it told them, None if it has not."""
+        return self._reducer.told
+
+    @property
+    def answer(self) -> Answer:
+        """Whether the Reducer has told its buckets."""
+        return self._reducer.answer
 
     @property
     def has_planned_buckets(self) -> bool:
         """Whether a plan's buckets are in force or about to be."""
-        return self._are_given_by_plan or self.expected_buckets is not None
+        return self._reducer.origin is Origin.PLANNED or self.goal is Goal.EXPECTED
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
@@ -260,15 +262,11 @@ class DDPState:
         Raises:
             TorchDriftError: this release does not report them, now or later.
         """
-        self._num_bucket_queries += 1
-        self.reported_buckets = ()
-        self.reported_buckets = _torch.final_buckets(self._module())
-        return self._num_bucket_queries
+        return self._reducer.ask(self._module())
 
-    def give_buckets(self, buckets: Buckets, *, are_planned: bool) -> None:
-        """Note that the Reducer was given these buckets, which it is asked for once more."""
-        self._given_buckets, self._are_given_by_plan = buckets, are_planned
-        self.reported_buckets, self._num_bucket_queries = None, 0
+    def give_buckets(self, buckets: Buckets, origin: Origin) -> None:
+        """Note that the module has a new Reducer with these buckets, which is asked for them."""
+        self._reducer = ReducerBuckets(origin, buckets)
         for graph, cut in self._cuts.items():
             self._cuts[graph] = self._with_buckets_in_force(cut)
         self.compared.clear()
@@ -278,20 +276,36 @@ class DDPState:
         """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
         return any(map(self.is_cut_in_forward, self._cuts))
 
+    @property
+    def goal(self) -> Goal:
+        """Which buckets graphs are cut for now."""
+        return self._cut_goal.goal
+
+    @property
+    def expected_buckets(self) -> Buckets | None:
+        """Those of a plan that is about to be applied, None without one."""
+        return self._cut_goal.expected
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether code that is compiled now is dropped when the goal is reached."""
+        return self._cut_goal.is_provisional
+
     def begin_search(self, *, is_provisional: bool) -> None:
         """Cut graphs finely from here on; if `is_provisional`, they are cut again at the end."""
-        self.is_searching, self.is_provisional = True, is_provisional
+        self._cut_goal = CutGoal(goal=Goal.SEARCHED, is_provisional=is_provisional)
 
     def expect_buckets(self, buckets: Buckets) -> None:
         """Cut graphs by buckets that the Reducer will be given soon."""
-        self.expected_buckets = buckets
+        # A copy that a check made stays provisional: it runs the original's code.
+        self._cut_goal = dataclasses.replace(self._cut_goal, goal=Goal.EXPECTED, expected=buckets)
 
     @property
     def cut_for(self) -> CutFor:
         """What graphs are cut for now."""
-        if self.is_searching:
+        if self.goal is Goal.SEARCHED:
             return ANY_BUCKETS
-        buckets = self.expected_buckets if self.expected_buckets is not None else self.buckets
+        buckets = self.expected_buckets if self.goal is Goal.EXPECTED else self.buckets
         return None if buckets is None else tuple(map(frozenset, buckets))
 
     def recut_unless(self, cut_for: CutFor) -> None:
@@ -299,16 +313,19 @@ class DDPState:
 
         A search cannot do with a graph that was cut for its module's own buckets.
         """
-        is_changing = self.is_searching or self.expected_buckets is not None
-        if is_changing and cut_for not in (ANY_BUCKETS, self.cut_for):
-            self.is_provisional = self.is_recut = True
+        if self.goal is not Goal.IN_FORCE and cut_for not in (ANY_BUCKETS, self.cut_for):
+            self._become_provisional(True)
+            self.is_recut = True
 
     def end_search(self) -> None:
         """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""
-        if self.is_provisional or (self.is_searching and self.has_forward_sections):
+        is_fine = self.goal is Goal.SEARCHED and self.has_forward_sections
+        if self.is_provisional or is_fine:
             self._forget_code()
-        self.is_searching = self.is_provisional = False
-        self.expected_buckets = None
+        self._cut_goal = CutGoal()
+
+    def _become_provisional(self, is_provisional: bool) -> None:
+        self._cut_goal = dataclasses.replace(self._cut_goal, is_provisional=is_provisional)
 
     def _forget_code(self) -> None:
         """Make Dynamo forget what it compiled for the module, which the guard on rules stops."""
@@ -318,7 +335,7 @@ class DDPState:
     def become_copy_of(self, original: DDPState) -> None:
         """Note that the module is a copy, which runs the original's code."""
         self.is_copy = True
-        self.is_provisional = original.is_provisional
+        self._become_provisional(original.is_provisional)
 
     def _let_go(self, _dead: object) -> None:
         """Clear the state of a module that was freed: compiled code may keep the state longer."""
