@@ -1,6 +1,12 @@
 """`DataParallel`: one module on several devices of one process, its replicas compiled once.
 
 [Note: new calls]
+
+    model(x)    8 rows    new: replicas run one after another, and compile
+    model(x)    8 rows    like the previous call: they run concurrently
+    model(y)    6 rows    new
+    model(x)    8 rows    like an earlier call only: one after another, though all is compiled
+
 Compiling is not safe while replicas run (Dynamo and FX keep state that all threads share), so
 replicas run concurrently only if no compile is to be expected. What graphs are guarded on is
 approximated, too finely rather than too coarsely: shapes and types of arguments, plain values
@@ -38,7 +44,7 @@ Share = tuple[tuple[Any, ...], dict[str, Any]]  # what one replica is called wit
 # If equal in all replicas, these are returned as they are.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
-_numbers = itertools.count()
+_function_numbers = itertools.count()
 
 
 class DataParallel(nn.Module):
@@ -133,12 +139,13 @@ class DataParallel(nn.Module):
 
     def _run(self, shares: Sequence[Share]) -> list[Any]:
         """Run the replicas, one after another if the call is new; see [Note: new calls]."""
-        used = self.devices[: len(shares)]
-        modes = _Modes.current(used)
-        calls = (_state_of(self.module), modes, used, tuple(map(_signature_of, shares)))
-        modules = _replicate(self.module, used, self._hooks)
-        pairs = zip(modules, shares, strict=True)
-        jobs = [self._job(index, modes, *pair) for index, pair in enumerate(pairs)]
+        devices = self.devices[: len(shares)]  # a small batch has fewer shares than devices
+        modes = _Modes.current(devices)
+        calls = (_state_of(self.module), modes, devices, tuple(map(_signature_of, shares)))
+        replicas = _replicate(self.module, devices, self._hooks)
+        jobs = []
+        for index, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
+            jobs.append(self._job(index, modes, replica, share))
         if calls == self._last_calls:
             with _torch.uncompiled_while_tracing():
                 return _run_all(jobs, one_by_one=False)
@@ -149,14 +156,17 @@ class DataParallel(nn.Module):
         self._last_calls = calls
         return outputs
 
-    def _job(self, index: int, modes: _Modes, module: nn.Module, share: Share) -> Callable[[], Any]:
+    def _job(
+        self, index: int, modes: _Modes, replica: nn.Module, share: Share
+    ) -> Callable[[], Any]:
+        """A function that calls one replica, in whichever thread, as this thread would."""
         device = self.devices[index]
         stream = _stream_of(device)
 
         def run() -> Any:
             try:
                 with modes.applied(), _current(device, stream):
-                    return self._compiled(module, *share)
+                    return self._compiled(replica, *share)
             except Exception as error:
                 # The user's forward may raise anything. The error is raised on, with the device
                 # added.
@@ -189,7 +199,7 @@ def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
 
     Dynamo counts compiles per code object, and learns by its name which sizes change.
     """
-    name = f"call_{type(module).__name__}_{next(_numbers)}"
+    name = f"call_{type(module).__name__}_{next(_function_numbers)}"
     return types.FunctionType(_traced.call.__code__.replace(co_name=name), globals(), name)
 
 
@@ -305,10 +315,11 @@ def _divide(value: Any, devices: Sequence[torch.device], chunk_size: int, dim: i
     if isinstance(value, torch.Tensor):
         chunks = torch.split(value, chunk_size, dim) if value.dim() else [value] * len(devices)
         return [_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
-    held = _children(value)
-    if not held:
+    children = _children(value)
+    if not children:
         return [value] * len(devices)
-    divided = [_divide(child, devices, chunk_size, dim) for child in held.values()]
+    # By child, then by device; each device's container has its share of every child.
+    divided = [_divide(child, devices, chunk_size, dim) for child in children.values()]
     return [_rebuild(value, share) for share in zip(*divided, strict=True)]
 
 
@@ -331,15 +342,20 @@ def _join(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "o
         if any(_without_nan(output) != _without_nan(first) for output in outputs):
             raise _differ(outputs, name)
         return first
-    held = [each for each in map(_children, outputs) if each is not None]
-    if not held:
+    # One type of output has children in all replicas, or in none.
+    children_of_replicas = [c for c in map(_children, outputs) if c is not None]
+    if not children_of_replicas:
         raise TypeError(
             f"{name} of the module is a {type(first).__name__}, which cannot be joined; return "
             "tensors, None, or tuples, lists, dicts and dataclasses of them"
         )
-    if any(each.keys() != held[0].keys() for each in held):
+    selectors = children_of_replicas[0].keys()
+    if any(children.keys() != selectors for children in children_of_replicas):
         raise _differ(outputs, name)
-    joined = [_join([each[key] for each in held], device, dim, name + key) for key in held[0]]
+    joined = []
+    for selector in selectors:
+        parts = [children[selector] for children in children_of_replicas]
+        joined.append(_join(parts, device, dim, name + selector))
     return _rebuild(first, joined)
 
 
@@ -452,7 +468,7 @@ def _replicate(
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
         copies: list[dict[torch.Tensor, torch.Tensor]] = [
             {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()},
-            *({own: own.to(d, copy=True) for own in tensors} for d in devices[1:]),
+            *({tensor: tensor.to(d, copy=True) for tensor in tensors} for d in devices[1:]),
         ]
         return [_torch.replica(module, copied, calls) for copied in copies]
 
@@ -481,14 +497,14 @@ class _Modes(NamedTuple):
     @classmethod
     def current(cls, devices: Sequence[torch.device]) -> _Modes:
         """Return those of this thread that matter on these devices and on the CPU."""
-        types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
+        device_types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
         return cls(
             has_grad=torch.is_grad_enabled(),
             is_inference=torch.is_inference_mode_enabled(),
             has_autocast_cache=torch.is_autocast_cache_enabled(),
             autocasts=tuple(
-                (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
-                for each in types
+                (name, torch.get_autocast_dtype(name), torch.is_autocast_enabled(name))
+                for name in device_types
             ),
         )
 
@@ -535,10 +551,11 @@ def _signature_of(value: Any) -> Hashable:
         return (*kind, tuple(value.shape), layout, value.requires_grad)
     if isinstance(value, _PLAIN):
         return (type(value), _without_nan(value))
-    held = _children(value)
-    if held is None:
+    children = _children(value)
+    if children is None:
         return (type(value),)
-    return (type(value), *((name, _signature_of(child)) for name, child in held.items()))
+    signatures = ((selector, _signature_of(child)) for selector, child in children.items())
+    return (type(value), *signatures)
 
 
 def _state_of(module: nn.Module) -> Hashable:

@@ -89,11 +89,15 @@ def traces_backward_around(ddp: nn.Module) -> bool:
     """
     if not names.TRACE_AUTOGRAD.get():
         return False
-    # All that `torch.compile` returns for functions are closures of one function, with its code.
-    code = torch.compile(ddp.forward, backend="eager").__code__
-    found = [(f.f_code is code, unwrap_compiled(f.f_locals.get("self")) is ddp) for f in frames()]
-    are_compiled = [is_compiled for is_compiled, is_ddp in found if is_compiled or is_ddp]
-    return False in are_compiled and are_compiled[-1]  # `frames` ends with the outermost
+    # All functions that `torch.compile` returns have the same code.
+    compiled_code = torch.compile(ddp.forward, backend="eager").__code__
+    ddp_runs = is_around_ddp = False
+    for frame in frames():  # outwards, so what is found last is the outermost
+        if frame.f_code is compiled_code:
+            is_around_ddp = ddp_runs
+        elif unwrap_compiled(frame.f_locals.get("self")) is ddp:
+            ddp_runs, is_around_ddp = True, False
+    return is_around_ddp
 
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
@@ -277,9 +281,12 @@ def compiled_parts(model: nn.Module) -> list[Any]:
 
 def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """A module's own attributes that are functions which `torch.compile` returned."""
-    own = vars(module).items()
     is_compiled = names.GET_COMPILER_CONFIG.is_in
-    return {n: value for n, value in own if inspect.isfunction(value) and is_compiled(value)}
+    return {
+        name: attribute
+        for name, attribute in vars(module).items()
+        if inspect.isfunction(attribute) and is_compiled(attribute)
+    }
 
 
 def context_of(function: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Optimizers: whether a step calls hooks, and whether weights were written."""
+"""Optimizers: whether a step calls hooks, what a state is made of, if weights were written."""
 
 from __future__ import annotations
 

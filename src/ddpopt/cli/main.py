@@ -23,7 +23,7 @@ from ddpopt.planning.costs import ALGORITHMS
 from ddpopt.planning.simulation import parse_bandwidth
 
 _FAILED, _BAD_INPUT, _INTERRUPTED, _CLOSED = 1, 2, 130, 141
-_MOST_DIGITS, _MOST_MIB = 18, 1e9
+_MOST_DIGITS, _MOST_MIB = 18, 1e9  # whole numbers are below `_values.BEYOND`, as in plans
 _EXIT_STATUS = "Exit status: 0 fine, 1 the check or the work failed, 2 bad input, 130 Ctrl-C."
 _T = TypeVar("_T")
 _Parser = argparse.ArgumentParser
@@ -108,11 +108,11 @@ def _explain(command: _Parser) -> None:
     command.set_defaults(command="commands:run_explain")
     _add_factory(command)
     add = command.add_argument
-    graph = "which graph to split (default: %(default)s)"
-    add("--split", default="auto", metavar="auto|backward|forward", help=graph)
+    split_help = "which graph to split (default: %(default)s)"
+    add("--split", default="auto", metavar="auto|backward|forward", help=split_help)
     add("--inner", default="aot_eager", help="what compiles each section (default %(default)s)")
-    cap = "size of DDP's buckets (default: DDP's own, 25)"
-    add("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap)
+    cap_help = "size of DDP's buckets (default: DDP's own, 25)"
+    add("--bucket-cap-mb", type=_megabytes, metavar="MIB", help=cap_help)
     add("--html", type=_output, metavar="FILE", help="also write a page for a browser")
     links = command.add_argument_group("prediction", "How it would run on a cluster; give both.")
     links.add_argument("--world-size", type=_whole, help="number of ranks")
@@ -122,18 +122,18 @@ def _explain(command: _Parser) -> None:
 def _simulate(command: _Parser) -> None:
     command.set_defaults(command="commands:run_simulate")
     command.add_argument("--world-size", type=_whole, required=True, help="number of ranks")
-    link = "of a node's link, such as 10gbit; default: the ring that the plan's cost implies"
-    command.add_argument("--bandwidth", type=_bandwidth, help=link)
+    link_help = "of a node's link, such as 10gbit; default: the ring that the plan's cost implies"
+    command.add_argument("--bandwidth", type=_bandwidth, help=link_help)
     _add_cluster(command)
 
 
 def _sweep(command: _Parser) -> None:
     command.set_defaults(command="commands:run_sweep")
     add = command.add_argument
-    worlds = "numbers of ranks (default %(default)s)"
-    add("--world-sizes", type=_list_of(_whole), default="2,8,64,1024", help=worlds)
-    links = "of a node's link (default %(default)s)"
-    add("--bandwidths", type=_list_of(_bandwidth), default="1gbit,10gbit,100gbit", help=links)
+    ranks_help = "numbers of ranks (default %(default)s)"
+    add("--world-sizes", type=_list_of(_whole), default="2,8,64,1024", help=ranks_help)
+    link_help = "of a node's link (default %(default)s)"
+    add("--bandwidths", type=_list_of(_bandwidth), default="1gbit,10gbit,100gbit", help=link_help)
     _add_cluster(command)
 
 
@@ -141,24 +141,24 @@ def _add_cluster(command: _Parser) -> None:
     command.add_argument("plan", help="the file that BucketPlan.save wrote")
     add = command.add_argument_group("links").add_argument
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
-    latency = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
-    add("--latency-us", type=_real, help=latency)
+    latency_help = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
+    add("--latency-us", type=_real, help=latency_help)
     add(
         "--ranks-per-node",
         type=_whole,
         help="of a node, within which a byte costs nothing (default: 1)",
     )
     add = command.add_argument_group("stragglers").add_argument
-    mean = "mean delay of a rank as a part of its computation, such as 0.02"
-    add("--stragglers", type=_real, default=0.0, metavar="MEAN", help=mean)
+    delay_help = "mean delay of a rank as a part of its computation, such as 0.02"
+    add("--stragglers", type=_real, default=0.0, metavar="MEAN", help=delay_help)
     add("--seed", type=_seed, default=0, help="of the delay (default 0)")
 
 
 def _calibrate(command: _Parser) -> None:
     command.set_defaults(command="commands:run_calibrate")
     _add_backend(command)
-    output = "also write the JSON to a file"
-    command.add_argument("--output", type=_output, metavar="FILE", help=output)
+    output_help = "also write the JSON to a file"
+    command.add_argument("--output", type=_output, metavar="FILE", help=output_help)
 
 
 def _bench(command: _Parser) -> None:
@@ -169,10 +169,10 @@ def _bench(command: _Parser) -> None:
     add("--inner", default="inductor", help="what compiles graphs (default %(default)s)")
     add("--steps", type=_whole, default=5, help="of a turn (default %(default)s)")
     add("--rounds", type=_whole, default=5, help="turns of each (default %(default)s)")
-    caps = "sizes of DDP's buckets, 'default' for DDP's own (default %(default)s)"
-    add("--caps", type=_list_of(_cap), default="default", metavar="MIB,...", help=caps)
-    peers = "which of eager, intree, nosplit, forward, backward, auto (default: all)"
-    add("--peers", metavar="NAME,...", help=peers)
+    caps_help = "sizes of DDP's buckets, 'default' for DDP's own (default %(default)s)"
+    add("--caps", type=_list_of(_cap), default="default", metavar="MIB,...", help=caps_help)
+    peers_help = "which of eager, intree, nosplit, forward, backward, auto (default: all)"
+    add("--peers", metavar="NAME,...", help=peers_help)
 
 
 def _doctor(command: _Parser) -> None:
@@ -185,16 +185,16 @@ def _help(command: _Parser) -> None:
 
 
 def _add_factory(command: _Parser) -> None:
-    factory = (
+    factory_help = (
         "a function without arguments that returns (model, batch), as "
         "package.module:function or path/to/file.py:function"
     )
-    command.add_argument("factory", metavar="MODULE:FACTORY", help=factory)
+    command.add_argument("factory", metavar="MODULE:FACTORY", help=factory_help)
 
 
 def _add_backend(command: _Parser) -> None:
-    default = "default: nccl where there are GPUs, else gloo"
-    command.add_argument("--backend", choices=("gloo", "nccl"), help=default)
+    backend_help = "default: nccl where there are GPUs, else gloo"
+    command.add_argument("--backend", choices=("gloo", "nccl"), help=backend_help)
 
 
 def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
