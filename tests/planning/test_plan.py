@@ -16,6 +16,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -290,6 +291,11 @@ def test_several_dtypes_make_buckets_of_their_own_and_one_cap() -> None:
     assert set(plan.ddp_kwargs()) == {"bucket_cap_mb"}
 
 
+def test_the_caps_that_a_plan_is_compared_with_are_ddps_own(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP(1))
+    assert (dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap) == DDP_DEFAULT_CAPS
+
+
 def test_plans_with_equal_hashes_give_ddp_equal_arguments() -> None:
     """With several dtypes the cost decides them, and so the number of ranks."""
     plan = make_plan(groups=("float", "half"))
@@ -424,6 +430,7 @@ def test_a_ddp_module_is_planned_as_what_it_wraps(one_rank: None) -> None:
     for model in (ddp, ddp.module, torch.compile(ddp, backend="eager")):
         plan = ddpopt.plan(model, x, network=SLOW, world_size=2, backend=None, device=DEVICE)
         names.append([gradient.name for gradient in plan.profile.gradients])
+        assert plan.profile.source == "estimated"  # a device's rates are given, so nothing is run
     assert names[0] == names[1] == names[2]
 
 
