@@ -19,7 +19,7 @@ import ddpopt.backend
 from tests.support.device import ONE_RANK_BACKEND, compute_exactly
 from tests.support.ranks import MakeRanks, Ranks
 from tests.support.sets import ALL, NIGHTLY, QUICK, REST, SYSTEM, set_of
-from tests.support.speed import speed_up_compiles
+from tests.support.speed import keep_what_is_imported, speed_up_compiles
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
     items[:] = [item for item in items if item in wanted]
     items.sort(key=lambda item: SYSTEM not in item.path.parents)  # files that take long begin early
+
+
+def pytest_collection_finish() -> None:
+    keep_what_is_imported()  # all files of tests are
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, e
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
 from ddpopt.steps import clock
+from tests.support.beside import compiled
 from tests.support.buckets import assigned_by_torch, real_buckets
 from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, train
@@ -324,18 +325,15 @@ DEVICE = Device(flops_per_s={torch.float32: 1e10}, bytes_per_s=1e10)
 
 
 @pytest.mark.quick("compiled")
-@pytest.mark.parametrize("backend", ["ddpopt", None], ids=["compiled", "eager"])
-def test_ddp_forms_the_planned_buckets(one_rank: None, backend: str | None) -> None:
+@pytest.mark.parametrize("call", [compiled, lambda ddp: ddp], ids=["compiled", "eager"])
+def test_ddp_forms_the_planned_buckets(one_rank: None, call: Callable[..., Any]) -> None:
     """The plan gives its arguments; gradients then arrive in the order that it expects."""
     module = MLP()
     inputs = [torch.randn(512, 64)] * 3
     plan = ddpopt.plan(module, inputs[0], network=SLOW, world_size=2, backend=None)
     assert len(plan.buckets) > 1
     ddp = DistributedDataParallel(module, **plan.ddp_kwargs())
-    forward = (
-        torch.compile(ddp, backend=backend, options={"inner": "aot_eager"}) if backend else ddp
-    )
-    train(ddp, inputs, forward)
+    train(ddp, inputs, call(ddp))
     names = [name for name, _ in module.named_parameters()]
     formed = [{names[index] for index in bucket} for bucket in real_buckets(ddp)]
     assert formed == [set(bucket.parameters) for bucket in plan.buckets]
