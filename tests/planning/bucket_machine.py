@@ -444,7 +444,9 @@ class OnRank:
         call: Any = ddp
         if self.settings.split:
             buckets = self.path if self.settings.source == "file" else self.settings.source
-            call = compiled(ddp, split=self.settings.split, buckets=buckets)
+            # Forwards are cut before the inner compiler is asked, and eager takes least.
+            inner = "eager" if self.settings.split == "forward" else "aot_eager"
+            call = compiled(ddp, inner, split=self.settings.split, buckets=buckets)
         self.ways = (_Way(ddp, call), _Way(eager, eager))
         self.ddp = ddp
 

@@ -34,7 +34,7 @@ from tests.support.plans import COST, plan_of
 
 SHAPE = (4, 64)
 DEPTH = 3  # of the model, which has two parameters a layer
-SIZES = (1, 3, 2)  # of the buckets that searches find, and that files have
+SIZES = (2, 4)  # of the buckets that searches find, and that files have
 DECIDED = 9  # the step in which a search ends
 
 

@@ -20,7 +20,7 @@ def speed_up_compiles() -> None:
     """Have this process, and those it starts, spend no time on what no test is about; for good.
 
     Dynamo measures each graph's guards after a flush of the CPU's caches, 18 ms, for its log alone,
-    for which it also writes all configuration of torch as JSON, 10 ms a compile.
+    for which it also writes all configuration of torch as JSON.
     A tenth of the time goes into looking for cycles among the objects that compiling makes.
     Inductor compiles programs to see what the processor can do, 6 s for each new cache; it may
     believe the processor. And tests have one thread each, as they run beside each other.
@@ -30,14 +30,8 @@ def speed_up_compiles() -> None:
         setattr(utils, name, lambda: None)
     first, *others = gc.get_threshold()
     gc.set_threshold(_TIMES_RARER * first, *others)
-    keep_what_is_imported()
+    gc.freeze()  # to look through torch takes 150 ms
     config.cpp.vec_isa_ok = True
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def keep_what_is_imported() -> None:
-    """Have collections leave out what there is now: to look through torch takes 150 ms."""
-    gc.collect()
-    gc.freeze()
