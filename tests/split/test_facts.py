@@ -19,7 +19,6 @@ from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.facts import (
     ForwardFacts,
     ForwardOutput,
-    Memory,
     Tie,
     _observable_calls,
     find_reachable,
