@@ -11,6 +11,7 @@ import copy
 import datetime
 import inspect
 import itertools
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,9 +76,11 @@ def _simulated(cost: AllreduceCost, clock: FakeClock | None = None) -> Iterator[
 class _Search(Beside):
     """A search in training, beside eager DDP, on a network and a clock that the test chooses."""
 
-    def __init__(self, split: str = "backward", hook: Any = None, **ddp_options: Any) -> None:
+    def __init__(
+        self, split: str = "backward", hook: Any = None, depth: int = DEPTH, **ddp_options: Any
+    ) -> None:
         torch._dynamo.utils.counters.clear()
-        super().__init__(MLP(DEPTH), ddp_options=ddp_options, split=split, buckets="auto")
+        super().__init__(MLP(depth), ddp_options=ddp_options, split=split, buckets="auto")
         if hook is not None:
             for ddp in (self.ddp, self.eager):
                 ddp.register_comm_hook(*hook)
@@ -246,7 +249,7 @@ def test_graphs_that_turn_out_to_be_cut_in_forward_are_compiled_once_more(
 ) -> None:
     """The option "auto" was to cut the backward; they are cut for the new buckets, or for DDP's."""
     refused = NotCutError(Reason.ATTRIBUTES)
-    search = _Search("auto")
+    search = _Search("auto", depth=6)  # so that the best buckets are of several layers
     with mock.patch.object(compiler, "_cut_backward", side_effect=refused):
         outcome = search.end(cost)
     assert outcome.startswith("buckets change" if cost == SLOW else "buckets stay")
@@ -382,7 +385,9 @@ def test_ranks_that_begin_in_different_steps_stay(rank: int, num_eager: int) -> 
             train(ddp, [x], ddp if rank and step < num_eager else run)
     first, second = gather(tuning.find_tuner(ddp).outcome)
     assert first == second
-    assert first.startswith("buckets stay as they are: rank 1 did not ")
+    # Rank 1 may have announced itself before the other one looks who is missing.
+    assert first.startswith("buckets stay as they are: ")
+    assert re.search("(rank 1|another rank) did not (begin it|come within)", first), first
 
 
 def test_ranks_wait_less_than_their_group_does(one_rank: None) -> None:
