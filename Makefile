@@ -16,7 +16,7 @@ demo: .venv/installed
 	OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=6 $(BIN)/torchrun --standalone --nproc-per-node 2 \
 		examples/train_gpt.py --steps 80 --network 1gbit --overlap build/overlap.html
 
-# The quick set, four minutes on two cores. CONTRIBUTING.md says which tests are in it.
+# The quick set, five minutes on two idle cores. CONTRIBUTING.md says which tests are in it.
 test: .venv/installed
 	$(PYTEST) -n 2 --set quick
 

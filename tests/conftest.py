@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ddpopt.backend
 from tests.support.device import ONE_RANK_BACKEND, compute_exactly
 from tests.support.ranks import MakeRanks, Ranks
-from tests.support.sets import ALL, NIGHTLY, QUICK, REST, SYSTEM, set_of
+from tests.support.sets import ALL, NIGHTLY, QUICK, REST, place_of, set_of
 from tests.support.speed import speed_up_compiles
 
 
@@ -51,7 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = set(set_of(chosen, items))
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
     items[:] = [item for item in items if item in wanted]
-    items.sort(key=lambda item: SYSTEM not in item.path.parents)  # files that take long begin early
+    items.sort(key=place_of)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all files of tests are imported: no collection need look through these
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -25,6 +23,7 @@ from ddpopt.split import compiler, state
 from tests.support.beside import Beside, compiled
 from tests.support.buckets import rebuilt_buckets
 from tests.support.cuts import assert_as_planned, only_cut
+from tests.support.fresh import run_fresh
 from tests.support.logs import logged
 from tests.support.models import MLP, WIDTH, batches, train, twins
 from tests.support.on_ranks import on_ranks
@@ -44,10 +43,7 @@ def test_the_backend_is_found_without_an_import() -> None:
         "f = torch.compile(lambda x: x + 1, backend='ddpopt', options={'inner': 'eager'});"
         "print(f(torch.ones(1)).item(), 'ddpopt' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["2.0", "True"]
+    assert run_fresh(script).split() == ["2.0", "True"]
 
 
 @pytest.mark.quick("0.03")
@@ -459,7 +455,7 @@ def test_loading_the_backend_leaves_the_python_reducer_alone() -> None:
         "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4));"
         "torch.compile(ddp, backend='aot_eager', fullgraph=True)(torch.ones(1, 4))"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_fresh(script)
 
 
 def test_each_reset_forgets_the_cuts(one_rank: None) -> None:

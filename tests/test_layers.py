@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import subprocess
-import sys
 from pathlib import Path
 
 import ddpopt
+from tests.support.fresh import run_fresh
 
 ROOT = Path(ddpopt.__file__).parent
 
@@ -95,5 +94,4 @@ def test_packages_of_callbacks_are_imported_by_those_who_use_them() -> None:
 
 def test_importing_ddpopt_and_its_command_line_imports_no_dynamo() -> None:
     """Dynamo costs as much again as torch itself, and most commands have no use for it."""
-    code = "import sys, ddpopt, ddpopt.cli.main; sys.exit('torch._dynamo' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_fresh("import sys, ddpopt, ddpopt.cli.main; sys.exit('torch._dynamo' in sys.modules)")

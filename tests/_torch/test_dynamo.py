@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
+from torch import fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
-from ddpopt.errors import Reason
+from ddpopt.errors import Reason, TorchDriftError
 from tests.support.beside import Beside
+from tests.support.graphs import Capture
 from tests.support.models import MLP, batches
 from tests.support.registration import uninstall
 
@@ -53,6 +55,24 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
     assert beside.cut.fallback is Reason.TORCH_DRIFT
     assert name in beside.cut.detail
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
+
+
+def test_a_graph_without_the_marks_that_dynamo_gives_each_is_drift() -> None:
+    """Where nobody has traced it again: then it is none of Dynamo's."""
+    capture = Capture()
+    torch.compile(MLP(1), backend=capture)(torch.ones(2, 64))
+    gm = capture.gm
+    _torch.check_dynamo_graph(gm)
+    for row, metas in (
+        (names.EXAMPLE_VALUE, [node.meta for node in gm.graph.nodes]),
+        (names.COMPILE_ID, [gm.meta]),
+    ):
+        values = [meta.pop(row.text, None) for meta in metas]
+        with pytest.raises(TorchDriftError, match=row.text):
+            _torch.check_dynamo_graph(gm)
+        for meta, value in zip(metas, values, strict=True):
+            meta[row.text] = value
+    _torch.check_dynamo_graph(fx.GraphModule(nn.Module(), fx.Graph()))
 
 
 def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(

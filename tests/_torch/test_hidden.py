@@ -7,7 +7,6 @@ import copy
 import gc
 import importlib
 import inspect
-import subprocess
 import sys
 import threading
 import types
@@ -36,6 +35,7 @@ from ddpopt.steps import clock as clocks
 from tests.support.algorithms import optimizer_for
 from tests.support.beside import compiled
 from tests.support.fake_clock import FakeClock
+from tests.support.fresh import run_fresh
 from tests.support.models import MLP, WIDTH, assert_equal_states, batches
 from tests.support.on_ranks import on_ranks
 from tests.support.registration import uninstall
@@ -193,7 +193,7 @@ assert "ddpopt.backend" not in sys.modules
 import ddpopt.backend
 assert before == (trace_rules.check_file, convert_frame.CatchErrorsWrapper.__call__)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_fresh(code)
 
 
 def test_a_function_of_the_users_stays_uncompiled_where_they_say_so(one_rank: None) -> None:

@@ -50,6 +50,11 @@ def test_each_tensor_in_an_output_is_found_once() -> None:
     assert list(tensors_of([None, "text", 3, Output])) == []
 
 
+@pytest.mark.parametrize("first", [[ONE], {"a": ONE}, Output(ONE)], ids=["list", "dict", "object"])
+def test_what_comes_behind_a_container_is_found_behind_its_tensors(first: Any) -> None:
+    assert [id(tensor) for tensor in tensors_of([first, TWO])] == [id(ONE), id(TWO)]
+
+
 def test_an_outputs_loss_comes_first_if_it_is_a_scalar_with_a_gradient() -> None:
     """Of other outputs all tensors with a gradient are added up."""
     loss, other = torch.ones((), requires_grad=True), torch.ones(4, requires_grad=True)

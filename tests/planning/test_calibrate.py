@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import ddpopt
 from ddpopt.planning import AllreduceCost, calibrate
+from ddpopt.steps import clock
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import Ranks
 
@@ -27,6 +28,56 @@ def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
     assert first.s_per_byte > 0
     assert first.contention >= 1
     assert 0 <= first.launch_s < 1
+
+
+class _Machine:
+    """A machine whose time goes on by what it does, with what `calibrate` is to find.
+
+    An allreduce takes 1 ms and 10 ns a byte, beside products of matrices half as long again. A
+    product takes 0.1 ms, beside a large transfer a quarter more. A launch takes 20 us.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.large_ends_s = self.all_end_s = 0.0
+
+    def all_reduce(
+        self, values: torch.Tensor, *_args: object, async_op: bool = False, **_options: object
+    ) -> mock.Mock | None:
+        if values.numel() == 1:  # ranks compare what they measured
+            return None
+        takes_s = 1e-3 + 1e-8 * values.nbytes
+        if not async_op:
+            self.now_s += takes_s
+            return None
+        self.now_s += 2e-5
+        self.all_end_s = ends_s = max(self.now_s, self.all_end_s) + 1.5 * takes_s
+        if values.nbytes > calibrate._SMALL_BYTES:
+            self.large_ends_s = ends_s
+
+        def wait() -> None:
+            self.now_s = max(self.now_s, ends_s)
+
+        return mock.Mock(wait=wait, is_completed=lambda: self.now_s >= ends_s)
+
+    def mm(self, *_factors: torch.Tensor, out: torch.Tensor) -> None:
+        self.now_s += 1e-4 * (1.25 if self.now_s < self.large_ends_s else 1.0)
+
+
+def test_the_cost_is_what_the_machine_takes() -> None:
+    """Of a machine that is simulated: a real one's is known to nobody."""
+    machine = _Machine()
+    with (
+        mock.patch.multiple(dist, all_reduce=machine.all_reduce, barrier=mock.DEFAULT),
+        mock.patch.object(torch, "mm", machine.mm),
+        mock.patch.object(clock, "time", mock.Mock(perf_counter=lambda: machine.now_s)),
+    ):
+        cost = calibrate._measure(calibrate._Bench(None, torch.device("cpu")))
+    assert cost.startup_s == pytest.approx(1e-3, rel=1e-3)
+    assert cost.s_per_byte == pytest.approx(1e-8, rel=1e-3)
+    assert cost.interference == pytest.approx(0.2, rel=0.02)
+    assert cost.contention == pytest.approx(1.5, rel=0.02)
+    assert cost.launch_s == pytest.approx(2e-5)
 
 
 def test_sizes_are_of_float32_whatever_the_default_dtype_is(one_rank: None) -> None:

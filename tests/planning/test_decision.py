@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.planning import AllreduceCost, decision
@@ -52,6 +53,21 @@ def test_a_gradient_is_as_late_as_on_the_rank_where_it_is_latest(one_rank: None)
     assert [gradient.ready_s for gradient in profile.gradients] == [0.3, 0.4, 0.6, 0.7]
     assert profile.backward_s == 0.7
     assert (profile.forward_s, profile.between_s) == (0.3, 0.04)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Measured(problem="no step"), Measured(buckets=((3, 2, 1, 0),))],
+    ids=["nothing measured", "other buckets"],
+)
+def test_ranks_that_cannot_be_compared_keep_their_buckets(one_rank: None, other: Measured) -> None:
+    """One has measured nothing, or has other buckets."""
+    first = _measured((0.1, 0.2, 0.3, 0.4), forward_s=0.3, between_s=0.02)
+    cost = AllreduceCost(startup_s=0.0, s_per_byte=0.0)
+    decided = decision.decide(DistributedDataParallel(MLP(2)), [first, other], cost)
+    assert decided.text.startswith(decision.STAY)
+    assert "rank 1" in decided.text
+    assert (decided.is_better, decided.plan) == (False, "")
 
 
 def _iteration(seconds: float) -> Measured:

@@ -506,6 +506,12 @@ def test_a_graph_without_values_is_refused() -> None:
         call_costs(fx.symbolic_trace(nn.ReLU()).graph, BYTES)
 
 
+def test_a_call_that_returns_nothing_has_no_value_and_is_no_error() -> None:
+    """It reads what it is given, here one byte; a call that is used has to have a value."""
+    graph = trace(lambda x: (torch._assert_async(x.any()), x.exp())[1], torch.ones(4))
+    assert attribute(graph, "moved_bytes")["_assert_async"] == 1
+
+
 def test_a_graph_that_hands_its_input_through_costs_nothing() -> None:
     """Its graph has no calls."""
     assert call_costs(trace(lambda x: x, torch.ones(2)), BYTES) == {}

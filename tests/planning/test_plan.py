@@ -16,6 +16,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -27,6 +28,7 @@ from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, e
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
 from ddpopt.steps import clock
+from tests.support.beside import compiled
 from tests.support.buckets import assigned_by_torch, real_buckets
 from tests.support.fake_clock import FakeClock
 from tests.support.models import MLP, train
@@ -290,6 +292,11 @@ def test_several_dtypes_make_buckets_of_their_own_and_one_cap() -> None:
     assert set(plan.ddp_kwargs()) == {"bucket_cap_mb"}
 
 
+def test_the_caps_that_a_plan_is_compared_with_are_ddps_own(one_rank: None) -> None:
+    ddp = DistributedDataParallel(MLP(1))
+    assert (dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap) == DDP_DEFAULT_CAPS
+
+
 def test_plans_with_equal_hashes_give_ddp_equal_arguments() -> None:
     """With several dtypes the cost decides them, and so the number of ranks."""
     plan = make_plan(groups=("float", "half"))
@@ -318,18 +325,15 @@ DEVICE = Device(flops_per_s={torch.float32: 1e10}, bytes_per_s=1e10)
 
 
 @pytest.mark.quick("compiled")
-@pytest.mark.parametrize("backend", ["ddpopt", None], ids=["compiled", "eager"])
-def test_ddp_forms_the_planned_buckets(one_rank: None, backend: str | None) -> None:
+@pytest.mark.parametrize("call", [compiled, lambda ddp: ddp], ids=["compiled", "eager"])
+def test_ddp_forms_the_planned_buckets(one_rank: None, call: Callable[..., Any]) -> None:
     """The plan gives its arguments; gradients then arrive in the order that it expects."""
     module = MLP()
     inputs = [torch.randn(512, 64)] * 3
     plan = ddpopt.plan(module, inputs[0], network=SLOW, world_size=2, backend=None)
     assert len(plan.buckets) > 1
     ddp = DistributedDataParallel(module, **plan.ddp_kwargs())
-    forward = (
-        torch.compile(ddp, backend=backend, options={"inner": "aot_eager"}) if backend else ddp
-    )
-    train(ddp, inputs, forward)
+    train(ddp, inputs, call(ddp))
     names = [name for name, _ in module.named_parameters()]
     formed = [{names[index] for index in bucket} for bucket in real_buckets(ddp)]
     assert formed == [set(bucket.parameters) for bucket in plan.buckets]
@@ -424,6 +428,7 @@ def test_a_ddp_module_is_planned_as_what_it_wraps(one_rank: None) -> None:
     for model in (ddp, ddp.module, torch.compile(ddp, backend="eager")):
         plan = ddpopt.plan(model, x, network=SLOW, world_size=2, backend=None, device=DEVICE)
         names.append([gradient.name for gradient in plan.profile.gradients])
+        assert plan.profile.source == "estimated"  # a device's rates are given, so nothing is run
     assert names[0] == names[1] == names[2]
 
 

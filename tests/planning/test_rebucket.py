@@ -26,6 +26,7 @@ import ddpopt
 from ddpopt import BucketPlan
 from ddpopt._torch import names, new_reducer
 from ddpopt.errors import PlanError
+from ddpopt.planning import rebucket
 from tests.planning import bucket_machine
 from tests.support.beside import compiled
 from tests.support.buckets import real_buckets
@@ -175,13 +176,13 @@ def _failing_once(row: names.PrivateName) -> Iterator[None]:
 def test_a_rebuild_that_fails_at_any_step_leaves_all_ranks_with_the_buckets_of_before(
     rank: int, options: dict[str, Any]
 ) -> None:
-    inputs = batches(rank, [(4, 64)] * 3)
+    inputs, sizes = batches(rank, [(4, 64)] * 3), (1, 3, 2)
     for row, is_one_enough in STEPS_OF_A_REBUILD.items():
         if options and not is_one_enough:
             continue  # such a Reducer takes no first steps
         for num_before in (0, 3):
-            expected, ddp = twins(MLP(), **options)
-            plan = plan_of(ddp.module, SIZES_OF_MLP)
+            expected, ddp = twins(MLP(3), **options)
+            plan = plan_of(ddp.module, sizes)
             for model in (expected, ddp):
                 model.register_comm_hook(2, _scale)
                 if num_before:
@@ -195,7 +196,7 @@ def test_a_rebuild_that_fails_at_any_step_leaves_all_ranks_with_the_buckets_of_b
             assert_equal_states(train(ddp, inputs), train(expected, inputs))
             ddp.zero_grad()
             ddpopt.rebucket(ddp, plan)
-            _assert_sizes(ddp)
+            _assert_sizes(ddp, sizes)
             expected.zero_grad()
             assert_equal_states(train(ddp, inputs), train(expected, inputs))
 
@@ -472,6 +473,15 @@ def test_a_new_reducer_times_as_many_steps_as_by_default(one_rank: None) -> None
     ddp.zero_grad()
     ddpopt.rebucket(ddp, plan_of(ddp.module, (1, 1)))
     assert _logged_iterations(ddp) == [*range(10), 10, 10, 10, 10]
+
+
+@on_ranks(2)
+def test_predictions_are_of_the_ranks_of_ddp_unless_it_is_alone(rank: int) -> None:
+    """A process that is alone asks about the ranks that the plan is for."""
+    plan = dataclasses.replace(plan_of(MLP(1), (2,)), world_size=8)
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    assert rebucket.for_ranks_of(DistributedDataParallel(MLP(1)), plan) == plan.for_ranks(2)
+    assert rebucket.for_ranks_of(DistributedDataParallel(MLP(1), process_group=alone), plan) is plan
 
 
 def test_what_is_no_ddp_module_is_refused() -> None:

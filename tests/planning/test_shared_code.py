@@ -25,30 +25,35 @@ from ddpopt.errors import PlanError
 from ddpopt.planning import hint, rebucket
 from ddpopt.planning import tuner as tuning
 from ddpopt.planning.decision import Decision
-from ddpopt.split import state
 from ddpopt.steps.forwards import find_subscriber
-from tests.support.beside import Beside
+from tests.support.beside import Beside, compiled
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, assert_equal_states, batches, state_of
-from tests.support.on_ranks import on_ranks
-from tests.support.plans import COST, SIZES_OF_MLP, plan_of
-from tests.support.ranks import Ranks
+from tests.support.on_ranks import gather, on_ranks
+from tests.support.plans import COST, plan_of
 
 SHAPE = (4, 64)
+DEPTH = 3  # of the model, which has two parameters a layer
+SIZES = (2, 4)  # of the buckets that searches find, and that files have
 DECIDED = 9  # the step in which a search ends
 
 
 class _Twin(Beside):
     """A model in training, and the same one in eager DDP beside it."""
 
-    def __init__(self, seed: int, options: dict[str, Any]) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         torch.manual_seed(seed)
-        super().__init__(MLP(), **options)
+        super().__init__(MLP(DEPTH), **options)
 
     @property
     def outcome(self) -> str:
         tuner = tuning.find_tuner(self.ddp)
         return "" if tuner is None else tuner.outcome
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many parameters each bucket has."""
+        return tuple(len(bucket) for bucket in real_buckets(self.ddp))
 
 
 def _graphs_compiled() -> int:
@@ -56,11 +61,11 @@ def _graphs_compiled() -> int:
 
 
 @contextlib.contextmanager
-def _deciding(**changes: Any) -> Iterator[None]:
-    """Have every search in this block end with the plan of `SIZES_OF_MLP`."""
+def _deciding() -> Iterator[None]:
+    """Have every search in this block end with the plan of `SIZES`."""
 
     def decide(ddp: DistributedDataParallel, *_: Any) -> Decision:
-        plan = plan_of(ddp.module, SIZES_OF_MLP).to_json()
+        plan = plan_of(ddp.module, SIZES).to_json()
         return Decision("buckets change", plan=plan, gain=0.5, is_better=True)
 
     with (
@@ -69,6 +74,13 @@ def _deciding(**changes: Any) -> Iterator[None]:
     ):
         torch._dynamo.utils.counters.clear()
         yield
+
+
+def _inputs(rank: int) -> Iterator[torch.Tensor]:
+    return iter(batches(rank, [SHAPE] * 4 * DECIDED))
+
+
+# ---- One after another --------------------------------------------------------------------------
 
 
 def _one_by_one(models: Sequence[_Twin]) -> Iterator[_Twin]:
@@ -81,6 +93,18 @@ def _in_turns(models: Sequence[_Twin]) -> Iterator[_Twin]:
         yield from models
 
 
+def _train_two(
+    rank: int, order: Callable[..., Iterator[_Twin]], **options: Any
+) -> tuple[list[_Twin], int]:
+    """Train two models of one class in some order; return them and the number of graphs."""
+    inputs = _inputs(rank)
+    with _deciding():
+        models = [_Twin(seed, **options) for seed in range(2)]
+        for model in order(models):
+            model.step(next(inputs))
+    return models, _graphs_compiled()
+
+
 @on_ranks(2)
 @pytest.mark.quick("backward-_one_by_one")
 @pytest.mark.parametrize("order", [_one_by_one, _in_turns])
@@ -89,11 +113,9 @@ def test_buckets_are_searched_for_each_module(
     rank: int, order: Callable[..., Iterator[_Twin]], split: str
 ) -> None:
     """A backward that is cut for any buckets is compiled once for both."""
-    models, num_graphs = _train_two(rank, order, {"split": split, "buckets": "auto"})
+    models, num_graphs = _train_two(rank, order, split=split, buckets="auto")
     assert all(model.outcome.startswith("buckets change") for model in models)
-    sizes = [[len(bucket) for bucket in real_buckets(model.ddp)] for model in models]
-    assert len(sizes[0]) == len(SIZES_OF_MLP)
-    assert sizes[0] == sizes[1]
+    assert models[0].sizes == models[1].sizes == SIZES
     if split == "backward":
         assert num_graphs == 1
 
@@ -104,122 +126,94 @@ def test_buckets_are_searched_for_each_module(
 def test_a_files_buckets_are_given_to_each_module(rank: int, tmp_path: Path, split: str) -> None:
     """The modules run code that was cut for these buckets once."""
     path = tmp_path / f"plan{rank}.json"
-    plan_of(MLP(), SIZES_OF_MLP).save(path)
-    models, num_graphs = _train_two(rank, _in_turns, {"split": split, "buckets": str(path)})
+    plan_of(MLP(DEPTH), SIZES).save(path)
+    models, num_graphs = _train_two(rank, _in_turns, split=split, buckets=str(path))
     for model in models:
         assert model.outcome == f"buckets are those of {path}"
-        assert tuple(len(bucket) for bucket in real_buckets(model.ddp)) == SIZES_OF_MLP
+        assert model.sizes == SIZES
     assert num_graphs == 1
 
 
-def _train_two(
-    rank: int, order: Callable[..., Iterator[_Twin]], options: dict[str, Any]
-) -> tuple[list[_Twin], int]:
-    """Train two models of one class in some order; return them and the number of graphs."""
-    with _deciding():
-        models = [_Twin(seed, options) for seed in range(2)]
-        inputs = iter(batches(rank, [SHAPE] * 100))
-        for model in order(models):
-            model.step(next(inputs))
-    return models, _graphs_compiled()
+@on_ranks(2)
+@pytest.mark.quick("backward")
+@pytest.mark.parametrize("split", ["backward", "forward"])
+def test_code_that_is_cut_for_other_buckets_is_compiled_anew(rank: int, split: str) -> None:
+    """The first module keeps its buckets, of which there is one: its code is whole.
 
-
-def _train_after_one_that_stays(rank: int, options: dict[str, Any]) -> Any:
-    """The first module keeps its buckets, so its code is cut for them."""
-    options = {"inner": "aot_eager", **options}
+    The second one's buckets change: from its second step on its code has cuts for any buckets.
+    """
+    inputs = _inputs(rank)
     with _deciding():
-        first, second = _Twin(0, options), _Twin(1, options)
+        first, second = (_Twin(seed, split=split, buckets="auto") for seed in range(2))
         first.ddp.register_comm_hook([], _reduce)
-        inputs = iter(batches(rank, [SHAPE] * 100))
         for _ in range(2):
             first.step(next(inputs))
-        coarse = len(state.get(first.ddp).cuts[0].sections)
-        fine = []
+        num_sections = [first.num_sections]
         for _ in range(DECIDED + 2):
             second.step(next(inputs))
-            fine.append(len(state.get(second.ddp).cuts[-1].sections))
+            num_sections.append(second.num_sections)
         first.step(next(inputs))
-    return first.outcome, second.outcome, coarse, fine, [len(b) for b in real_buckets(second.ddp)]
+    assert "its comm hook keeps a state" in first.outcome
+    assert second.outcome.startswith("buckets change")
+    assert num_sections[:2] == [0, 0]
+    assert num_sections[2] > len(SIZES)
+    assert num_sections[-1] == len(second.sizes) == len(SIZES)
 
 
 def _reduce(_state, bucket):  # DDP does not understand annotations that are strings
     return default_hooks.allreduce_hook(None, bucket)
 
 
-@pytest.mark.quick("backward")
-@pytest.mark.parametrize("split", ["backward", "forward"])
-def test_code_that_is_cut_for_other_buckets_is_compiled_anew(ranks: Ranks, split: str) -> None:
-    """The module whose buckets change has cuts for any buckets from its second step on."""
-    for first, second, coarse, fine, sizes in ranks.run(
-        _train_after_one_that_stays, {"split": split, "buckets": "auto"}
-    ):
-        assert "its comm hook keeps a state" in first
-        assert second.startswith("buckets change")
-        assert coarse == fine[0] == 0
-        assert fine[1] > len(SIZES_OF_MLP)
-        assert fine[-1] == len(SIZES_OF_MLP)
-        assert len(sizes) == len(SIZES_OF_MLP)
-
-
-def _train_jointly(rank: int, is_refused: bool) -> Any:
-    """Both modules have one loss and one optimizer; rank 1 may not follow for the second."""
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    find_obstacle = rebucket.find_obstacle
+@on_ranks(2)
+@pytest.mark.quick("deepcopy")
+@pytest.mark.parametrize("kind", ["deepcopy", "reset"])
+def test_buckets_are_searched_for_copies_and_for_modules_after_a_reset(
+    rank: int, kind: str
+) -> None:
+    """The second module comes later: a deep copy of the first, or one made after a reset."""
+    inputs = _inputs(rank)
     with _deciding():
-        models = [_Twin(seed, options) for seed in range(2)]
-
-        def find(ddp: DistributedDataParallel) -> str:
-            is_second = rank == 1 and is_refused and ddp is models[1].ddp
-            return "the test says so" if is_second else find_obstacle(ddp)
-
-        optimizers = [
-            torch.optim.SGD([p for ddp in ddps for p in ddp.parameters()], lr=0.1)
-            for ddps in ([m.ddp for m in models], [m.eager for m in models])
-        ]
-        with mock.patch.object(rebucket, "find_obstacle", find):
-            for x in batches(rank, [SHAPE] * (DECIDED + 2)):
-                for calls, optimizer in zip(
-                    ([m.run for m in models], [m.eager for m in models]), optimizers, strict=True
-                ):
-                    optimizer.zero_grad()
-                    sum(call(x).square().mean() for call in calls).backward()
-                    optimizer.step()
-                for model in models:
-                    assert_equal_states(state_of(model.ddp), state_of(model.eager))
-    return [model.outcome for model in models]
+        first = _Twin(0, buckets="auto")
+        for _ in range(3):
+            first.step(next(inputs))
+        if kind == "reset":
+            torch._dynamo.reset()
+        second = copy.deepcopy(first) if kind == "deepcopy" else _Twin(1, buckets="auto")
+        for model in _in_turns([second, first]):
+            model.step(next(inputs))
+    assert all(model.outcome.startswith("buckets change") for model in (first, second))
 
 
-@pytest.mark.quick("False")
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_modules_with_one_backward_decide_separately(ranks: Ranks, is_refused: bool) -> None:
-    """They are of one class, and began to count steps in the same backward."""
-    for first, second in ranks.run(_train_jointly, is_refused):
-        assert first.startswith("buckets change")
-        if is_refused:
-            assert second == "buckets stay as they are: on rank 1: the test says so"
-        else:
-            assert second.startswith("buckets change")
-
-
-def _train_adversaries(rank: int) -> Any:
-    """A GAN's loop: one module is frozen while the other is trained through it."""
-    options = {"inner": "aot_eager", "buckets": "auto"}
+@on_ranks(2)
+def test_no_buckets_are_searched_for_a_copy_that_a_check_made(rank: int) -> None:
+    """Checks run the code on copies of the second module, before it is trained."""
+    inputs = _inputs(rank)
     with _deciding():
-        models = [_Twin(seed, options) for seed in range(2)]
-        sides = [
-            ([m.ddp for m in models], [m.run for m in models]),
-            ([m.eager for m in models], [m.eager for m in models]),
-        ]
-        for x in batches(rank, [SHAPE] * (DECIDED + 2)):
-            for (generator, critic), (generate, criticize) in sides:
-                for module in (generator, critic):
-                    module.zero_grad()
-                (criticize(x) - criticize(generate(x).detach())).mean().backward()
-                _descend(critic)
-                critic.requires_grad_(False)
-                criticize(generate(x)).mean().backward()
-                critic.requires_grad_(True)
-                _descend(generator)
+        first, second = (_Twin(seed, buckets="auto") for seed in range(2))
+        x = next(inputs)
+        first.step(x)
+        with mock.patch.object(tuning, "_Tuner", side_effect=AssertionError("a copy is tuned")):
+            ddpopt.warmup(second.run, x)
+            ddpopt.verify(second.run, x)
+        for _ in range(DECIDED + 2):
+            second.step(next(inputs))
+    assert second.outcome.startswith("buckets change")
+
+
+# ---- In one step --------------------------------------------------------------------------------
+
+Side = tuple[list[Any], list[Any]]  # DDP modules, and what is called of each
+
+
+def _train_jointly(rank: int, take_step: Callable[[torch.Tensor, Side], None]) -> list[str]:
+    """Train two models in each step, beside eager DDP; return how the search for each ended."""
+    with _deciding():
+        models = [_Twin(seed, buckets="auto") for seed in range(2)]
+        eager = [model.eager for model in models]
+        sides = ([model.ddp for model in models], [model.run for model in models]), (eager, eager)
+        for x in itertools.islice(_inputs(rank), DECIDED + 2):
+            for side in sides:
+                take_step(x, side)
             for model in models:
                 assert_equal_states(state_of(model.ddp), state_of(model.eager))
     return [model.outcome for model in models]
@@ -232,65 +226,70 @@ def _descend(module: nn.Module) -> None:
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
-def test_modules_that_train_each_other_equal_eager_ddp(ranks: Ranks) -> None:
-    """The searches for both end, alike on all ranks, and each step is eager's."""
-    first, second = ranks.run(_train_adversaries)
+@on_ranks(2)
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_modules_with_one_backward_decide_separately(rank: int, is_refused: bool) -> None:
+    """They are of one class, and began to count steps in the same backward.
+
+    Rank 1 may not follow for the second one.
+    """
+    find_obstacle, asked = rebucket.find_obstacle, []
+
+    def find(ddp: DistributedDataParallel) -> str:
+        if ddp not in asked:
+            asked.append(ddp)
+        is_second = ddp is not asked[0]
+        return "the test says so" if rank and is_refused and is_second else find_obstacle(ddp)
+
+    def take_step(x: torch.Tensor, side: Side) -> None:
+        ddps, calls = side
+        for ddp in ddps:
+            ddp.zero_grad()
+        sum(call(x).square().mean() for call in calls).backward()
+        for ddp in ddps:
+            _descend(ddp)
+
+    with mock.patch.object(rebucket, "find_obstacle", find):
+        first, second = _train_jointly(rank, take_step)
+    assert first.startswith("buckets change")
+    if is_refused:
+        assert second == "buckets stay as they are: on rank 1: the test says so"
+    else:
+        assert second.startswith("buckets change")
+
+
+@on_ranks(2)
+def test_modules_that_train_each_other_equal_eager_ddp(rank: int) -> None:
+    """A GAN's loop: one module is frozen while the other is trained through it.
+
+    The searches for both end, alike on all ranks.
+    """
+
+    def take_step(x: torch.Tensor, side: Side) -> None:
+        (generator, critic), (generate, criticize) = side
+        for ddp in (generator, critic):
+            ddp.zero_grad()
+        (criticize(x) - criticize(generate(x).detach())).mean().backward()
+        _descend(critic)
+        critic.requires_grad_(False)
+        criticize(generate(x)).mean().backward()
+        critic.requires_grad_(True)
+        _descend(generator)
+
+    outcomes = _train_jointly(rank, take_step)
+    assert all(outcome.startswith("buckets ") for outcome in outcomes)
+    first, second = gather(outcomes)
     assert first == second
-    assert all(outcome.startswith("buckets ") for outcome in first)
 
 
-def _train_a_copy(rank: int, kind: str) -> Any:
-    """A second module comes later: a deep copy of the first, or one made after a reset."""
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    with _deciding():
-        first = _Twin(0, options)
-        inputs = iter(batches(rank, [SHAPE] * 100))
-        for _ in range(3):
-            first.step(next(inputs))
-        if kind == "reset":
-            torch._dynamo.reset()
-            second = _Twin(1, options)
-        else:
-            second = copy.deepcopy(first)
-        for _ in range(DECIDED + 2):
-            for model in (second, first):
-                model.step(next(inputs))
-    return [model.outcome for model in (first, second)]
-
-
-@pytest.mark.quick("deepcopy")
-@pytest.mark.parametrize("kind", ["deepcopy", "reset"])
-def test_buckets_are_searched_for_copies_and_for_modules_after_a_reset(
-    ranks: Ranks, kind: str
-) -> None:
-    for outcomes in ranks.run(_train_a_copy, kind):
-        assert all(outcome.startswith("buckets change") for outcome in outcomes)
-
-
-def _check_meanwhile(rank: int) -> Any:
-    """Have checks run the code on copies of the second module, before it is trained."""
-    options = {"inner": "aot_eager", "buckets": "auto"}
-    with _deciding():
-        first, second = _Twin(0, options), _Twin(1, options)
-        (x, *rest) = batches(rank, [SHAPE] * (DECIDED + 3))
-        first.step(x)
-        with mock.patch.object(tuning, "_Tuner", side_effect=AssertionError("a copy is tuned")):
-            ddpopt.warmup(second.run, x)
-            ddpopt.verify(second.run, x)
-        for x in rest:
-            second.step(x)
-    return second.outcome
-
-
-def test_no_buckets_are_searched_for_a_copy_that_a_check_made(ranks: Ranks) -> None:
-    for outcome in ranks.run(_check_meanwhile):
-        assert outcome.startswith("buckets change")
+# ---- What each module is told -------------------------------------------------------------------
 
 
 def _compile(seed: int, **options: Any) -> Any:
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(MLP(2), bucket_cap_mb=0.01)
-    return ddp, torch.compile(ddp, backend="ddpopt", options={"inner": "eager", **options})
+    return ddp, compiled(ddp, "eager", **options)
 
 
 def test_a_graphs_log_lines_come_for_each_module(

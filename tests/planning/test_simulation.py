@@ -325,6 +325,8 @@ def test_text_draws_waiting_and_running() -> None:
     assert text.startswith("2 ranks: iteration 7000.0 ms, efficiency 64.3%\n")
     bars = [line.split("0  ")[-1] for line in text.splitlines()[-3:]]
     assert [(bar.count("-"), bar.count("=")) for bar in bars] == [(0, 6), (2, 7), (4, 7)]
+    short = str(simulate(_plan(cost=FREE), world_size=2)).splitlines()[-3:]
+    assert [line.count("=") for line in short] == [1, 1, 1]
 
 
 def test_json_holds_all_numbers_with_their_names() -> None:

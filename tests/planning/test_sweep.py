@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,32 +111,18 @@ def test_the_table_shows_a_cell_in_a_line() -> None:
 # ---- The command line ---------------------------------------------------------------------------
 
 
-def test_sweep_runs_as_a_command(plan_path: str) -> None:
-    """`python -m ddpopt sweep` has a default grid of 4 world sizes and 3 bandwidths.
+def test_sweep_has_a_grid_by_default(plan_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4 world sizes and 3 bandwidths.
 
     Below it stands what the percentages are, and for how many ranks the plan in the file is.
     """
-    done = _run("sweep", plan_path)
-    assert done.returncode == 0, done.stderr
-    *cells, empty, title, legend, _, saved = done.stdout.splitlines()
+    assert main(["sweep", plan_path]) == 0
+    *cells, empty, title, legend, _, saved = capsys.readouterr().out.splitlines()
     assert len(cells) == 1 + 4 * 3
     assert not empty
     assert title.startswith("efficiency (the iteration of one rank alone")
     assert legend.startswith("  saved: ")
     assert saved.endswith("for 2 ranks")
-
-
-def test_bad_input_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
-    """The message has the file that is missing."""
-    done = _run("simulate", str(tmp_path / "none.json"), "--world-size", "8")
-    assert done.returncode == 2
-    assert "none.json" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddpopt", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_sweep_prints_the_cells_as_json(plan_path: str, capsys: pytest.CaptureFixture[str]) -> None:

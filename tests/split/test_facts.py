@@ -18,8 +18,10 @@ from ddpopt.reducer import Parameter
 from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.facts import (
     ForwardFacts,
+    ForwardOutput,
     Tie,
     _observable_calls,
+    find_reachable,
     parameters_of,
     read_forward,
 )
@@ -265,6 +267,23 @@ def test_symbolic_sizes_can_cross() -> None:
     facts = _facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
     assert len(facts.legal_bounds) > 3
     assert all(facts.legal_bounds[1:-1])
+
+
+def test_the_program_reaches_arguments_what_was_returned_to_it_and_tangents() -> None:
+    """A forward returns a view of `relu`, and saves the first argument, `relu` and a mask.
+
+    Memory of arguments has their numbers, from 0 on; other memory has numbers below.
+    """
+    graph = fx.Graph()
+    for name in ("primals_1", "relu", "mask", "tangents_1"):
+        graph.placeholder(name).meta["val"] = torch.ones(2)
+    graph.output(())
+    outputs = [
+        ForwardOutput(name=name, memory=Memory(memory), made_in_arguments=False)
+        for name, memory in (("view", -1), ("primals_1", 0), ("relu", -1), ("mask", -2))
+    ]
+    reachable = find_reachable(outputs, fx.GraphModule(nn.Module(), graph))
+    assert reachable.memory_of == {"primals_1": 0, "relu": -1, "tangents_1": -3}
 
 
 def test_what_inductor_makes_in_place_is_known() -> None:

@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _torch
+from ddpopt._torch import names
 from ddpopt.errors import NotCutError, Reason
 from ddpopt.split import compiler
 from ddpopt.split.arrival import final_places
@@ -224,6 +225,20 @@ def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> N
     mutate, message = _MUTATIONS[mutation]
     with pytest.raises(NotCutError, match=message):
         mutate(right).validate()
+
+
+def test_a_call_of_an_autograd_node_behind_the_release_of_its_gradient_is_found() -> None:
+    """Here a collective, of the node that makes gradient 0.
+
+    AOTAutograd numbers nodes; the highest number says nothing, as all Functions share it.
+    """
+    backward = _example()
+    backward.validate()
+    relu, tell, last = (call_nodes(backward.gm.graph)[place] for place in (1, 2, -1))
+    for call, number in ((relu, 1), (tell, 1), (last, 2)):
+        call.meta[names.AUTOGRAD_NUMBER.text] = number
+    with pytest.raises(NotCutError, match="autograd node that makes gradient 0"):
+        backward.validate()
 
 
 def _noting(**forgotten: Any) -> Backward:

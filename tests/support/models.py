@@ -182,6 +182,8 @@ def assert_equal_states(
     assert actual.keys() == expected.keys()
     tolerance = {"rtol": 0, "atol": 0} if bitwise else {}
     for name, value in actual.items():
+        if value.dtype == expected[name].dtype and torch.equal(value, expected[name]):
+            continue  # most are, and `assert_close` takes forty times as long
         torch.testing.assert_close(
             value, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
         )

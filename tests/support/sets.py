@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,19 @@ def set_of(name: str, items: list[pytest.Item]) -> list[pytest.Item]:
     daily = [item for item in items if not item.get_closest_marker(NIGHTLY)]
     quick = quick_of(daily)
     return [item for item in daily if (item in quick) == (name == QUICK)]
+
+
+def place_of(item: pytest.Item) -> tuple[bool, int]:
+    """A key to sort tests by: files that take long begin early, so that processes end together.
+
+    These are files of `tests/system`; of others, large files take longer than small ones.
+    """
+    return SYSTEM not in item.path.parents, -_size_of(item.path)
+
+
+@functools.cache
+def _size_of(path: Path) -> int:
+    return path.stat().st_size
 
 
 def quick_of(items: Iterable[pytest.Item]) -> list[pytest.Item]:
