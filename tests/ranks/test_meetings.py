@@ -52,6 +52,19 @@ def test_a_rank_that_stops_while_it_comes_is_not_waited_for_forever(num_calls: i
     ranks.teardown()
 
 
+def test_ranks_that_connect_one_after_another_are_not_taken_for_absent() -> None:
+    """In a group's first meeting, where the last one connects long behind the time limit."""
+    world = World(3)
+    world.store.connecting_s = 8.0
+
+    def work(group: Any) -> None:
+        with monitored_block(group, "work", "thinking", silence_s=5.0):
+            pass
+
+    with world.simulated():
+        assert world.run(work) == [None] * 3
+
+
 def test_a_rank_that_decides_alone_waits_for_one_time_limit() -> None:
     """Ranks 1 and 2 are announced, and do not come."""
     ranks = Decisions()

@@ -158,6 +158,24 @@ def test_signs_of_life_differ_and_are_written_until_the_block_ends() -> None:
         assert world.run(live) == [["0", "1", "2", "2"]]
 
 
+def test_of_two_signs_of_life_each_is_written_when_it_is_due() -> None:
+    world = World(1)
+
+    def live(group: Any) -> str:
+        group_store = _store(group)
+        slow, quick = (map(str, itertools.count()) for _ in range(2))
+        with (
+            group_store.writing("slow", slow, 50.0),
+            group_store.writing("quick", quick, 1.0),
+        ):
+            world.sleep(10.5)
+            return group_store.find("quick")
+
+    with world.simulated():
+        (sign,) = world.run(live)
+    assert int(sign) >= 8
+
+
 class _Only(dist.Store):
     """A store that a user wrote in Python, which has one connection only."""
 
