@@ -160,6 +160,10 @@ STATES: dict[str, tuple[Callable[[int], list[Any]], str]] = {
         lambda rank: [{"x": _Object(1.0)} if rank == 0 else None],
         r"state\['x'\] of weight is missing",
     ),
+    "parts that share memory": (
+        lambda rank: [{"x": TwoTensor(torch.full((1,), 1.0 + rank).expand(3), torch.zeros(3))}],
+        "cannot be written",
+    ),
     "unequal lazy ones": (lambda rank: [_lazy(**{f"step {rank}": rank})], "pickled"),
     "shares": (
         lambda rank: [{"step": 1}, None] if rank == 0 else [None, {"step": 1}],
@@ -185,6 +189,15 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks_unless_it_is_equal(
             attach(ddp, optimizer, EXACT)
     else:
         attach(ddp, optimizer, EXACT).detach()
+
+
+@on_ranks(2)
+def test_a_key_that_cannot_be_sent_is_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(Plain())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer.state[lambda: 0] = {"x": 1}
+    with pytest.raises(AttachError, match=r"rank 0 cannot be described .*lambda"):
+        attach(ddp, optimizer, EXACT)
 
 
 @on_ranks(2)

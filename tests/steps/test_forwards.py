@@ -80,7 +80,7 @@ def test_an_interest_that_is_told_of_twice_is_asked_once(one_rank: None) -> None
         ask_at_first(interest)
         ask_at_first(interest)
         _run(ddp)
-    assert asked == [ddp]
+    assert [module for module in asked if module is ddp] == [ddp]  # others may live yet
 
 
 def test_of_each_class_one_subscriber_is_told_of_all_modules(one_rank: None) -> None:
