@@ -161,7 +161,7 @@ STATES: dict[str, tuple[Callable[[int], list[Any]], str]] = {
         r"state\['x'\] of weight is missing",
     ),
     "parts that share memory": (
-        lambda rank: [{"x": TwoTensor(torch.full((1,), 1.0 + rank).expand(3), torch.zeros(3))}],
+        lambda rank: [{"x": TwoTensor(*(torch.full((1,), 1.0 + rank).expand(3) for _ in "ab"))}],
         "cannot be written",
     ),
     "unequal lazy ones": (lambda rank: [_lazy(**{f"step {rank}": rank})], "pickled"),
