@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 import ddpopt.backend
-from ddpopt.errors import NotCutError, Reason
+from ddpopt import _torch, options
+from ddpopt.errors import NotCutError, Reason, TorchDriftError
 from ddpopt.options import NO_COMPILER
 from ddpopt.split import compiler, state
 from tests.support.beside import Beside, compiled
@@ -106,6 +107,18 @@ def test_buckets_after_the_rebuild_are_the_planned_ones(one_rank: None) -> None:
     train(ddp, batches(0, [(2, WIDTH)] * 3), compiled(ddp))
     planned = [[p.index for p in bucket.parameters] for bucket in only_cut(ddp).buckets]
     assert planned == rebuilt_buckets(ddp)
+
+
+def test_a_name_that_an_inner_compiler_needs_and_torch_lacks_leaves_graphs_whole(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacks = TorchDriftError("torch has no such name")
+    monkeypatch.setattr(_torch, "has_cuda_graphs", mock.Mock(side_effect=lacks))
+    monkeypatch.setattr(options, "_resolve_inner", lambda *_: lambda gm, _inputs: gm.forward)
+    beside = Beside(MLP(), ddp_options={"bucket_cap_mb": CAP}, inner="inductor")
+    beside.train(batches(0, [(2, WIDTH)]))
+    assert beside.cut.fallback is Reason.TORCH_DRIFT
+    assert "no such name" in beside.cut.detail
 
 
 @pytest.mark.quick("ONE_BUCKET")

@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -26,7 +27,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import data_parallel
-from ddpopt.data_parallel import DataParallel, _signature_of, _state_of
+from ddpopt.data_parallel import DataParallel, _refuse_cuda_graphs, _signature_of, _state_of
 from tests.support.logs import logged
 from tests.support.models import MLP
 
@@ -877,3 +878,20 @@ def test_a_module_that_is_compiled_later_is_refused() -> None:
     parallel.module.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled already"):
         parallel(_rows(4))
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "is_refused"),
+    [
+        (("cuda:0", "cuda:1"), {"mode": "reduce-overhead"}, True),
+        (("cuda:0", "cuda:1"), {"mode": "max-autotune-no-cudagraphs"}, False),
+        (("cuda:0", "cuda:1"), {"mode": "reduce-overhead", "backend": "aot_eager"}, False),
+        (("cuda:0",), {"mode": "reduce-overhead"}, False),
+    ],
+)
+def test_cuda_graphs_are_refused_for_several_gpus(
+    devices: tuple[str, ...], options: dict[str, str], is_refused: bool
+) -> None:
+    refused = pytest.raises(ValueError, match="max-autotune-no-cudagraphs")
+    with refused if is_refused else contextlib.nullcontext():
+        _refuse_cuda_graphs([torch.device(name) for name in devices], options)
