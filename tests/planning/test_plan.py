@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from ddpopt import BucketPlan
+from ddpopt.errors import PlanError
 from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, estimate, estimates
 from ddpopt.planning.merging import buckets_of_caps
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
@@ -491,3 +492,16 @@ def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
     arguments = {"batch": torch.ones(2, 64), "network": SLOW, "world_size": 2, **changes}
     with pytest.raises(ddpopt.errors.PlanError, match=message):
         ddpopt.plan(MLP(), device=DEVICE, **arguments)
+
+
+def test_a_plan_with_a_key_twice_is_refused_by_its_name() -> None:
+    """Python's parser would take the second value."""
+    text = '{"world_size": 2, "world_size": 4}'
+    with pytest.raises(PlanError, match="'world_size' twice"):
+        BucketPlan.from_json(text)
+
+
+def test_without_a_process_group_the_number_of_ranks_has_to_be_given() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(PlanError, match="world_size is None"):
+        ddpopt.plan(MLP(), torch.randn(2, 64), network=SLOW, backend=None, device=DEVICE)
