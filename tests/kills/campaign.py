@@ -75,7 +75,8 @@ _TESTS_OF = {
     "split/facts.py": (
         "tests/split/test_facts.py",
         "tests/split/test_order.py",
-        "tests/split/test_guesses.py::test_gradients_are_those_of_eager_ddp[effect in backward-auto]",
+        "tests/split/test_guesses.py::test_gradients_are_those_of_eager_ddp"
+        "[effect in backward-auto]",
     ),
     "split/graph.py": ("tests/split/test_graph.py", "tests/split/test_alike.py"),
     "split/runner.py": ("tests/split/test_recomputation.py", "tests/split/test_runner.py"),
