@@ -68,11 +68,16 @@ def _is_due(ddp: DistributedDataParallel) -> bool:
 
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: Forward) -> None:
-    """Raise if compiled code is wrong; nothing else that goes wrong may end training."""
+    """Raise if compiled code is wrong, or ranks cannot train on together; else only log.
+
+    Nothing else that goes wrong in the verification may end training.
+    """
     _is_settled.set(ddp, True)
     try:
         outcome = verify(model, Batch(forward.arguments, forward.keywords))
     except (BrokenOffError, DisagreementError):
+        # A rank was lost within a collective, and training's next one may get the leftovers; or
+        # ranks have different models or options.
         raise
     except Exception as error:
         # The model may raise anything, the batch may be one that cannot be copied, the output may

@@ -183,6 +183,7 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
             planned=tuple(parameter.name for parameter in planned_here),
             actual=tuple(parameter.name for parameter in actual_here),
             graphs=tuple(cut.graph for cut in graphs),
+            # Backward runs graphs in reverse: the first of forward makes the last gradient.
             completed_by=_completing_section(graphs[0], names) if graphs else "-",
         )
         reports.append(report)

@@ -186,7 +186,9 @@ def _trace(
         )
     is_on_meta = any(parameter.is_meta for parameter in parameters.values())
     accelerator = None
-    if is_on_meta:  # a build for GPUs has an accelerator that this machine may lack
+    if is_on_meta:
+        # Tracing on the meta device itself gives other operations, see `_to_fake`. A build for GPUs
+        # has an accelerator that this machine may lack.
         accelerator = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), accelerator)
     # Of copies, since a forward may keep what it computes, which here are fake tensors.

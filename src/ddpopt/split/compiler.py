@@ -364,7 +364,8 @@ class BackwardCutter:
             graph: the graph whose backward is cut.
             device: where the token and the gradients are.
             release_order: when AOTAutograd's trace of the backward releases each gradient.
-            function_arguments: what `mark_functions` returned.
+            function_arguments: by the number of each call of an `autograd.Function`, the graph's
+                arguments that are its inputs, for the proof; from `mark_functions`.
         """
         self.release_order = release_order
         self._graph = graph

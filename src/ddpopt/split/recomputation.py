@@ -88,6 +88,7 @@ def may_run(version: Version) -> bool:
         return version in found
     is_own = state.rules_of(active) == version.rules
     if is_own and forward is not None:
+        # Another guard may still reject this version. It then does so in the recomputation too.
         forward.versions[version.frame].add(version)
     return is_own
 

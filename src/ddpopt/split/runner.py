@@ -112,6 +112,7 @@ class GraphRunner:
         if not module_state.is_run_by(self._compiled.cut.graph, self):
             self._begin(ddp, module_state, args)
         # DDP will form its buckets from the order in which the gradients of this step arrive.
+        # It may see those of a forward under no_sync too, as where two forwards have one loss.
         if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
             return self._ordered_call(*args)
         if compare_buckets(ddp):

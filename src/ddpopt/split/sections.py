@@ -103,9 +103,10 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
 def _require_two_parts(bucket_parts: Sequence[Sequence[Parameter]]) -> None:
     """Raise NotCutError unless a graph releases gradients of two buckets or more.
 
-    A cut only helps if it releases one bucket before another. `bucket_parts` is what
-    `parts_of_buckets` returned: the graph's own parameters, bucket by bucket, without the buckets
-    of which it has none.
+    A cut only helps if it releases one bucket before another. A graph that communicates is cut at
+    its collectives too, even with one bucket: this is asked of it only where it has no boundary at
+    all. `bucket_parts` is what `parts_of_buckets` returned: the graph's own parameters, bucket by
+    bucket, without the buckets of which it has none.
     """
     if not bucket_parts:
         raise NotCutError(Reason.NO_PARAMETERS)

@@ -100,7 +100,12 @@ class DDPState:
         self._cuts[cut.graph] = self._with_buckets_in_force(cut)
 
     def _with_buckets_in_force(self, cut: Cut) -> Cut:
-        """The cut with the Reducer's buckets, where these are known before it reports them."""
+        """The cut with the Reducer's buckets, where these are known before it reports them.
+
+        They are known if the Reducer was given them, and mostly if it will form no others any more.
+        Once it has reported, a cut keeps its own: `explain` shows what was planned beside what was
+        reported. A shared cut's buckets are predicted of the graph alone, for any module.
+        """
         if self._reducer.answer is not Answer.AWAITED or not cut.buckets or cut.is_shared:
             return cut
         buckets = self.buckets
