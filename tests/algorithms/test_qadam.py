@@ -262,3 +262,21 @@ def test_an_update_that_one_rank_leaves_out_alone_is_an_error_on_all(
     first, other = gather(trial.weights)
     assert torch.equal(first, other)
     trial.handle.detach(average=False)
+
+
+@on_ranks(2)
+def test_ranks_may_update_parameters_of_their_own_in_steps_of_their_own(rank: int) -> None:
+    """They are no part of the model, and of no warm-up that ranks have to end together."""
+    own = nn.Parameter(torch.ones(2))
+    trial = Trial(
+        FLAT,
+        make_optimizers=lambda m: QAdamOptimizer([*m.parameters(), own], lr=LR, warmup_steps=2),
+    )
+    for x in inputs_of(rank, 4):
+        trial.backward(x)
+        own.grad = torch.ones(2) if rank == 0 else None
+        trial.optimizer.step()
+    first, other = gather(trial.weights)
+    assert torch.equal(first, other)
+    trial.handle.detach()
+    assert bool((own == 1).all()) == (rank == 1)

@@ -52,7 +52,11 @@ _TESTS_OF = {
     "cli/bench.py": ("tests/cli/test_cli.py",),
     "integrations": ("tests/integrations",),
     "split/buckets.py": ("tests/split/test_graph.py",),
-    "split/state.py": ("tests/split/test_phases.py", "tests/split/test_state.py"),
+    "split/state.py": (
+        "tests/split/test_phases.py",
+        "tests/split/test_state.py",
+        "tests/test_malformed_calls.py",
+    ),
     "split/aliases.py": ("tests/split/test_proof.py", "tests/split/test_facts.py"),
     "split/compiler.py": (
         "tests/split/test_graph.py",
@@ -78,6 +82,12 @@ _TESTS_OF = {
         "tests/split/test_guesses.py::test_gradients_are_those_of_eager_ddp"
         "[effect in backward-auto]",
     ),
+    "split/gates.py": (
+        "tests/split/test_gates.py",
+        "tests/split/test_autograd_doors.py",
+        "tests/split/test_order.py",
+    ),
+    "steps/sections.py": ("tests/steps/test_sections.py", "tests/inspection/test_recorder.py"),
     "split/graph.py": ("tests/split/test_graph.py", "tests/split/test_alike.py"),
     "split/runner.py": ("tests/split/test_recomputation.py", "tests/split/test_runner.py"),
     "split/proof.py": (

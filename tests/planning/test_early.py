@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.errors import Reason
@@ -35,13 +36,18 @@ class Broken(nn.Module):
         return self.head(x)
 
 
-def _train(rank: int, breaks: bool, sizes: list[int], lost: str = "") -> list[str]:
+def _train(
+    rank: int, breaks: bool, sizes: list[int], lost: str = "", has_hook: bool = False
+) -> list[str]:
     """Train with batches of these sizes; return what is said of gradients that leave.
 
-    Each new size is compiled. `lost` is a function that raises.
+    Each new size is compiled. `lost` is a function that raises; with `has_hook` a comm hook
+    communicates.
     """
     torch._dynamo.reset()
     ddp = DistributedDataParallel(Broken(breaks), bucket_cap_mb_list=[0.01, 1])
+    if has_hook:
+        ddp.register_comm_hook(None, allreduce_hook)
     options = {"inner": "aot_eager"}
     compiled = torch.compile(ddp, backend="ddpopt", options=options, dynamic=False)
     failing: Any = contextlib.nullcontext()
@@ -69,6 +75,10 @@ def test_nothing_is_said_where_graphs_are_cut_or_training_has_not_settled(
 ) -> None:
     """All but the first bucket is in the last section of the uncut graph, as it has to be."""
     assert ranks.run(_train, breaks, sizes) == [[], []]
+
+
+def test_nothing_is_said_where_a_comm_hook_communicates_when_it_pleases(ranks: Ranks) -> None:
+    assert ranks.run(_train, True, [2] * 12, "", True) == [[], []]
 
 
 def test_an_error_costs_the_line_and_nothing_else(ranks: Ranks) -> None:

@@ -113,7 +113,7 @@ class GraphRunner:
             self._begin(ddp, module_state, args)
         # DDP will form its buckets from the order in which the gradients of this step arrive.
         # It may see those of a forward under no_sync too, as where two forwards have one loss.
-        if _torch.will_rebuild_buckets(ddp) and _may_be_seen(ddp):
+        if _torch.will_rebuild_buckets(ddp) and _ddp_may_see_order(ddp):
             return self._ordered_call(*args)
         if compare_buckets(ddp):
             module_state.compared.add(self)
@@ -161,7 +161,7 @@ class GraphRunner:
         return cut.with_parameters(parameter_of).with_buckets(buckets)
 
 
-def _may_be_seen(ddp: DistributedDataParallel) -> bool:
+def _ddp_may_see_order(ddp: DistributedDataParallel) -> bool:
     """Whether DDP may see in which order the gradients of this forward arrive.
 
     DDP sees the gradients of each backward that runs between a forward that communicates and the
