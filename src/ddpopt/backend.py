@@ -219,7 +219,7 @@ class _Verifying(Subscriber):
 def _begin_anew() -> None:
     """Forget what `torch._dynamo.reset()` drops, and hide what it forgets to leave alone."""
     state.forget_all()
-    _torch.hide_from_dynamo()
+    _torch.hide_again()
 
 
 backend.reset = _begin_anew  # type: ignore[attr-defined]  # called by torch._dynamo.reset()
