@@ -126,6 +126,10 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "a small tensor": (torch.tensor(0.5), torch.tensor(0.25)),
     "a large tensor": (torch.arange(99), torch.arange(99).flip(0)),
     "an array": (np.arange(99), np.arange(99)[::-1]),
+    "a tensor's shape where it has no values": (
+        torch.empty(2, device="meta"),
+        torch.empty(3, device="meta"),
+    ),
     "a number of numpy's": (np.float64(0.1), np.float64(0.2)),
     "the end of a long text": ("a" * 9999 + "b", "a" * 9999 + "c"),
 }
@@ -145,6 +149,12 @@ def test_what_says_nothing_of_equality_is_left_out() -> None:
     assert text_of(torch.tensor(0.5)) == "0.5 of torch.float32"
     spawned = type("Config", (), {"__module__": "__mp_main__"})
     assert text_of(spawned) == "__main__.Config"
+
+
+@pytest.mark.parametrize("values", [torch.arange, np.arange])
+def test_few_numbers_are_shown_and_of_many_a_hash(values: Any) -> None:
+    assert "15]" in text_of(values(16))
+    assert "hash" in text_of(values(17))
 
 
 def test_the_text_of_a_large_object_ends() -> None:

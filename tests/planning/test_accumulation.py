@@ -113,6 +113,20 @@ def test_rebucket_refuses_between_an_accumulation_and_the_last_backward(rank: in
 
 
 @on_ranks(2)
+def test_what_is_noted_of_no_sync_outlasts_a_recompile(rank: int) -> None:
+    """The forward that is compiled anew has no backward, in which DDP would reduce its notes."""
+    ddp = _ddp(UNUSED)
+    run = compiled(ddp)
+    with ddp.no_sync():
+        _loss(run).backward()
+    ddp.zero_grad()
+    torch._dynamo.reset()
+    _loss(run)
+    with pytest.raises(PlanError, match="no_sync"):
+        ddpopt.rebucket(ddp, _plan(UNUSED))
+
+
+@on_ranks(2)
 def test_rebucket_refuses_while_a_reduction_has_not_ended(rank: int) -> None:
     """A new Reducer would hide DDP's own error, which the next forward raises.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -79,6 +80,21 @@ def test_nothing_is_said_where_graphs_are_cut_or_training_has_not_settled(
 
 def test_nothing_is_said_where_a_comm_hook_communicates_when_it_pleases(ranks: Ranks) -> None:
     assert ranks.run(_train, True, [2] * 12, "", True) == [[], []]
+
+
+def test_training_has_settled_after_five_forwards_that_compiled_nothing(one_rank: None) -> None:
+    """The first one, which compiled the graph, does not count."""
+    ddp = DistributedDataParallel(MLP())
+    watch = early._Watch()
+    known = SimpleNamespace(cuts=[_whole("4/0", 1, Reason.ONE_BUCKET)], goal=None)
+    with (
+        mock.patch.object(early.state, "get", return_value=known),
+        mock.patch.object(watch, "_warn_of_late_gradients") as warn,
+    ):
+        for _ in range(6):
+            warn.assert_not_called()
+            watch.after_forward(ddp, mock.Mock())
+    warn.assert_called_once()
 
 
 def test_an_error_costs_the_line_and_nothing_else(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
-from ddpopt import BucketPlan
+from ddpopt import BucketPlan, _torch
 from ddpopt._torch import names, new_reducer
 from ddpopt.errors import PlanError
 from ddpopt.planning import rebucket
@@ -216,8 +217,9 @@ class _OwnState(PowerSGDState):
         ("dtypes", "several dtypes"),
         ("PowerSGD", "PowerSGD"),
         ("in backward", "a backward is running"),
+        ("changed setting", "find_unused_parameters was changed"),
     ],
-    ids=["differ", "other model", "other size", "dtypes", "PowerSGD", "in backward"],
+    ids=["differ", "other model", "other size", "dtypes", "PowerSGD", "in backward", "setting"],
 )
 def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     rank: int, case: str, message: str
@@ -228,6 +230,8 @@ def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     ddp = DistributedDataParallel(module)
     if case == "PowerSGD":
         ddp.register_comm_hook(_OwnState(None), powerSGD_hook)
+    if case == "changed setting":
+        ddp.find_unused_parameters = True
     plan = plan_of(MLP(), SIZES_OF_MLP)
     if case == "differ" and rank == 1:
         plan = plan_of(MLP(), (12,))
@@ -240,7 +244,7 @@ def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     with pytest.raises(PlanError, match=message):
         rebucket(ddp, plan)
     assert ddp.reducer is before
-    if case not in ("in backward", "dtypes", "PowerSGD"):
+    if case in ("differ", "other model", "other size"):
         train(ddp, batches(rank, [(4, 64)] * 2))
 
 
@@ -323,6 +327,17 @@ def test_a_static_graph_of_which_ddp_would_learn_nothing_is_an_error(rank: int) 
     expected.zero_grad()
     expected(x).sum().backward()
     assert_equal_states(state_of(ddp), state_of(expected))
+
+
+def test_the_forward_after_a_backward_of_which_ddp_learned_nothing_raises(one_rank: None) -> None:
+    """If autograd's word, by which that backward is refused at once, should be wrong."""
+    ddp = DistributedDataParallel(MLP(), static_graph=True)
+    x = torch.ones(4, 64, requires_grad=True)
+    ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    with mock.patch.object(_torch, "will_accumulate", return_value=True):
+        torch.autograd.grad(ddp(x).sum(), x)
+    with pytest.raises(PlanError, match="static_graph"):
+        ddp(x)
 
 
 @on_ranks(2)
