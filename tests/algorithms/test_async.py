@@ -189,7 +189,7 @@ def test_the_warm_up_is_ddps_own_training_and_ranks_part_right_after_it(rank: in
         assert torch.equal(first, second) == torch.equal(seen[0][k], seen[1][k]) == (k < 3)
 
 
-def test_loops_without_rounds_go_as_in_the_simulator(ranks: Ranks) -> None:
+def test_whatever_a_loop_does_async_without_rounds_trains_as_its_simulator(ranks: Ranks) -> None:
     """A warm-up, and then local steps; see `step_machine`."""
     step_machine.check(ranks, AsyncModelAverage(warmup_steps=3))
 

@@ -78,7 +78,7 @@ def test_a_bucket_is_reduced_as_the_simulator_does(
     beside.handle.detach(average=False)
 
 
-def test_loops_go_as_in_the_simulator(ranks: Ranks) -> None:
+def test_whatever_a_loop_does_bytegrad_trains_as_its_simulator(ranks: Ranks) -> None:
     """See `step_machine`."""
     step_machine.check(ranks, FLAT)
 

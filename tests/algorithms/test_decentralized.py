@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ddpopt.algorithms import Decentralized, LowPrecisionDecentralized, attach, decentralized
 from ddpopt.algorithms.decentralized import rotating_peer
@@ -137,10 +138,43 @@ def test_replicas_are_right_again_after_resync_and_average(name: str) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-def test_loops_on_a_ring_go_as_in_the_simulator(ranks: Ranks, interval: int) -> None:
+def test_whatever_a_loop_does_a_ring_trains_as_its_simulator(ranks: Ranks, interval: int) -> None:
     """A skipped update makes no rank wait, saving ends an open step; see `step_machine`."""
     algorithm = LowPrecisionDecentralized(hierarchical=False, communication_interval=interval)
     step_machine.check(ranks, algorithm)
+
+
+@on_ranks(2)
+def test_an_empty_pause_ends_a_step_whose_update_one_rank_skipped(rank: int) -> None:
+    """As `GradScaler` does on one rank alone, where a loop communicates before the next forward."""
+    trial = Trial(RING)
+    for x in inputs_of(rank, 2):
+        trial.backward(x)
+        if rank == 0:
+            trial.optimizer.step()
+        with trial.handle.paused():
+            pass
+        assert len(set(gather(trial.counts))) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_buffers_are_each_ranks_own_or_rank_0s(rank: int, is_broadcast: bool) -> None:
+    """As DDP's `broadcast_buffers` says, which sends them as a forward begins."""
+    model, seen = nn.Sequential(MLP(1), nn.BatchNorm1d(64)), []
+    trial = Trial(model=model, broadcast_buffers=is_broadcast)
+    model.register_forward_pre_hook(lambda *_: seen.append(model[1].running_mean.clone()))
+    trial.train(inputs_of(rank, 2))
+    first, second = gather(seen[-1])
+    assert torch.equal(first, second) is is_broadcast
+
+
+@on_ranks(2)
+def test_a_ring_keeps_three_more_copies_of_the_weights(rank: int) -> None:
+    trial = Trial(RING)
+    trial.train(inputs_of(rank, 2))
+    kept = [value for value in tree_leaves(trial.handle.state_dict()) if torch.is_tensor(value)]
+    assert sum(value.nbytes for value in kept) == 3 * trial.weights.nbytes
 
 
 class Waiting(nn.Module):

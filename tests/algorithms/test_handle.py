@@ -60,7 +60,9 @@ def _gather_equal(values: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"communication_interval": 2}, {"peer_selection": "shift_one"}]
 )
-def test_steps_go_as_in_the_simulator(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_whatever_a_loop_does_decentralized_trains_as_its_simulator(
+    ranks: Ranks, options: dict[str, Any]
+) -> None:
     """Weights and counts are those of plain arithmetic, whatever a loop does, after each action."""
     step_machine.check(ranks, Decentralized(hierarchical=False, **options))
 

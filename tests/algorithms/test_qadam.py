@@ -181,7 +181,7 @@ def test_momenta_are_averaged_as_the_simulator_does(
     beside.handle.detach(average=False)
 
 
-def test_loops_go_as_in_the_simulator(ranks: Ranks) -> None:
+def test_whatever_a_loop_does_qadam_trains_as_its_simulator(ranks: Ranks) -> None:
     """Micro-batches are accumulated, gradients in a pause are gradients; see `step_machine`."""
     step_machine.check(ranks, FLAT)
 

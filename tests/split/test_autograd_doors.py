@@ -951,7 +951,7 @@ def _are_equal(actual: Sequence[Any], expected: Sequence[Any]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", ROWS)
-def test_what_comes_of_running_autograd_by(
+def test_autograd_run_in_any_way_does_as_in_eager_or_is_refused(
     models: Models, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row's outcome is the one that it states."""

@@ -218,7 +218,7 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
 
 
 @pytest.mark.parametrize("mutation", _MUTATIONS)
-def test_what_the_sections_of_a_backward_do_wrongly_is_found(mutation: str) -> None:
+def test_wrong_sections_of_a_backward_are_not_proven(mutation: str) -> None:
     """The sections before the change are accepted."""
     right = _example()
     right.validate()
@@ -552,7 +552,7 @@ DROPPED = ("relu", "add_", "tell", "_enter_autocast", "_set_grad_enabled")
     ],
     ids=[*DROPPED, "rewire", "return another", "tell again"],
 )
-def test_what_the_sections_of_a_forward_do_wrongly_is_found(
+def test_wrong_sections_of_a_forward_are_not_proven(
     forward: Forward, mutate: Callable[[Forward], None], message: str
 ) -> None:
     mutate(forward)
