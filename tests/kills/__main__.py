@@ -2,6 +2,7 @@
 
     python -m tests.kills                        # all, hours
     python -m tests.kills --only 'split/proof'   # by name
+    python -m tests.kills --again --only 'STREAMS' --tests tests/split/test_guesses.py
     python -m tests.kills --found-by test_alike  # again, what a rewritten file found before
     python -m tests.kills --compare before.json  # is anything lost? Runs nothing
 
@@ -14,6 +15,7 @@ finds it, the quick tests of its room. A fault that is in the results already is
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 import time
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--found-by", default="", help="again, those that tests of such a name found earlier"
     )
+    parser.add_argument("--tests", nargs="*", help="what pytest is to run, as a new test")
     parser.add_argument("--mutants", type=int, default=mutants.NUM_MUTANTS, help="how many")
     parser.add_argument("--own", action="store_true", help="run a fault's own tests alone")
     parser.add_argument("--again", action="store_true", help="also what has a result")
@@ -54,6 +57,8 @@ def main() -> int:
         chosen = [f for f in chosen if f.name in found and is_finder(found[f.name].found_by)]
     elif not arguments.again:
         chosen = [fault for fault in chosen if fault.name not in found]
+    if arguments.tests:
+        chosen = [dataclasses.replace(fault, tests=tuple(arguments.tests)) for fault in chosen]
     until_s = time.monotonic() + 60 * arguments.minutes
     for name, outcome in try_all(chosen, arguments.jobs, not arguments.own, arguments.limit):
         found[name] = outcome
