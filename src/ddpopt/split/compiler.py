@@ -404,7 +404,7 @@ class BackwardCutter:
             "what is compiled": dataclasses.replace(graph.empty_cut, graph=""),
             "parameters": graph.reduced,
             "argument of each parameter": graph.argument_of,
-            "arguments that are parameters": sorted(graph.parameters.items()),
+            "arguments that are parameters": sorted(graph.is_trained.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
             "neighbours": (
                 graph.arrives_before,
@@ -450,7 +450,7 @@ class BackwardCutter:
         made_here = gradient_nodes(backward).keys()
         unwritten = {
             argument
-            for argument, is_trained in graph.parameters.items()
+            for argument, is_trained in graph.is_trained.items()
             if argument in made_here or not is_trained
         }
         num_before = {argument: self.release_order.num_before(argument) for argument in made_here}
