@@ -73,6 +73,11 @@ class DynamoGraph:
     # Whether autocast is on in the forward, see `CompiledSection.without_autocast`.
     was_autocast_on: bool
 
+    @property
+    def final_elsewhere(self) -> set[ParameterIndex]:
+        """The parameters that graphs before this one use too: their gradients are final there."""
+        return {parameter.index for parameter in self.arrives_after}
+
     def may_fall_back_for(self, reason: Reason) -> bool:
         """Whether the graph may be cut in another way, or not at all, for this reason.
 
