@@ -341,7 +341,9 @@ def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     its last element is copied, and the copy seen with these strides.
     """
     tensor = _torch.aten_value(value)
-    if torch.empty_like(tensor).stride() == tensor.stride():
+    # Without elements there is no first and no last one, and any strides will do.
+    is_empty = any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    if is_empty or torch.empty_like(tensor).stride() == tensor.stride():
         copied = _clone(graph, value)
         return copied, [copied]
     made: list[fx.Node] = []
