@@ -116,8 +116,11 @@ def compile_under_ddp(
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
     Dynamo may run the result for further modules; `start` is called with each before its first run,
-    to begin what compiling for the module would have begun. It raises what compiling the whole
-    graph raises, and what Dynamo raises to trace a frame again.
+    to begin what compiling for the module would have begun.
+
+    Raises:
+        DisagreementError: this rank cannot cut a graph that may communicate, and others may.
+        Exception: what compiling the whole graph raises, or Dynamo, to trace a frame again.
     """
     graph: DynamoGraph | None = None
     try:
@@ -131,6 +134,7 @@ def compile_under_ddp(
         # A graph that nobody has thought of, or a release of torch, may raise anything here. Only
         # overlap is lost: the reason is logged, and the graph compiled whole.
         refusal = NotCutError.because_of(error)
+        # If reading the graph has raised, nobody knows whether it may communicate.
         if graph is not None and not graph.may_fall_back_for(refusal.reason):
             raise _disagreement(_torch.graph_name(gm), refusal) from error
         return compile_whole(gm, example_inputs, ddp, options, refusal, start)
@@ -247,7 +251,7 @@ class _StoredCut:
     # The bytes of each value that a section keeps, in the order of `flow.keeps`. They are stored
     # for people alone: neither a flow nor compiled code tells a size.
     kept_bytes: Sequence[Sequence[int]]
-    # The argument to which each gradient that AOTAutograd expects belongs.
+    # The argument to which each gradient that AOTAutograd expects belongs; None for what is none.
     argument_of_output: Sequence[Argument | None]
 
 
@@ -347,11 +351,12 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     stored, further_sections = cutter.result
     # A cut from torch's cache has the name that its graph had in another compile.
     cut = dataclasses.replace(stored.cut, graph=graph.name)
-    text = cutter.text
-    if cut.fallback is not None:
-        text = _text_of_whole(graph.copy)
-        write(graph.gm, cut, text, {"original": graph.gm})
-    return _Result(cut, text, GatedGraph(call, further_sections, device))
+    gated = GatedGraph(call, further_sections, device)
+    if cut.fallback is None:
+        return _Result(cut, cutter.text, gated)
+    text = _text_of_whole(graph.copy)
+    write(graph.gm, cut, text, {"original": graph.gm})
+    return _Result(cut, text, report_runs(gated, Label(graph.name, 0)))
 
 
 class _CutBackward(NamedTuple):
@@ -398,7 +403,7 @@ class BackwardCutter:
 
     @property
     def result(self) -> _CutBackward:
-        """What came of it, once AOTAutograd has called `make_backward`."""
+        """What came of the backward, once AOTAutograd has called `make_backward`."""
         assert self._result is not None, "AOTAutograd returned a forward without its backward"
         return self._result
 
