@@ -294,7 +294,7 @@ def _with_snapshots(
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(gm.graph, copies))
     (original_output,) = gm.graph.find_nodes(op="output")
-    output.meta = dict(original_output.meta)
+    output.meta = dict(original_output.meta)  # it says to which arguments the gradients belong
     calls = [copies[node] for node in call_nodes(gm.graph)]
     views = {copies[node] for node in Aliases(gm).views_and_constants}
     in_snapshots = frozenset[Memory]().union(*snapshot_reads.values())
@@ -349,7 +349,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     made: list[fx.Node] = []
 
     def compute(function: Callable[..., Any], *arguments: Any) -> Any:
-        """A size or a stride, or what comes of them: a constant, or a call where it is symbolic."""
+        """A size or a stride, or what comes of some: a constant, or a call where it is symbolic."""
         number = function(*(_value_of(argument) for argument in arguments))
         if isinstance(number, int):
             return number
@@ -408,7 +408,8 @@ def compile_backward_sections(
     compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
         placeholders = section.graph.graph.find_nodes(op="placeholder")
-        # Which of the whole graph's inputs each input of the section is; None for a kept value.
+        # Which of the whole graph's inputs each input of the section is; None for a kept value. The
+        # compiler is given AOTAutograd's own fake values for the former.
         origins = [slot if slot < len(inputs) else None for slot in section.flow.takes]
         values = [
             _torch.aten_value(node) if origin is None else inputs[origin]

@@ -414,7 +414,7 @@ class BackwardCutter:
         flows = [flow for _, flow in stored.sections]
         return functools.partial(_text_of_backward, flows, stored.kept_bytes, self._calls)
 
-    @functools.cached_property
+    @functools.cached_property  # it is asked for more than once
     def cache_key(self) -> str | None:
         """A text of all that the cut of a backward depends on besides the graph, for torch's cache.
 

@@ -176,7 +176,7 @@ class Cut:
         return "\n".join([*lines, *self.section_table()])
 
     def _bucket_table(self) -> list[str]:
-        """The buckets as lines of text, and the section that completes each."""
+        """The buckets as lines of text, with the section that completes each, `-` if none does."""
         completed_in = {
             bucket: section.index for section in self.sections for bucket in section.completes
         }
