@@ -30,11 +30,7 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt._indices import Argument, Call, Memory, Slot, numbered
 from ddpopt.split.aliases import Aliases
-from ddpopt.split.facts import (
-    ReachableMemory,
-    gradient_nodes,
-    watched_inputs,
-)
+from ddpopt.split.facts import ReachableMemory, gradient_nodes, watched_inputs
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
 from ddpopt.split.releases import end_forward, watch_arguments
 from ddpopt.split.section_compiler import SectionCompiler

@@ -74,17 +74,8 @@ from ddpopt.split.facts import (
     read_forward,
     refuse_linked_calls,
 )
-from ddpopt.split.forward import (
-    compile_forward_sections,
-    copy_for_cutting,
-    make_stitched_graph,
-)
-from ddpopt.split.gates import (
-    CompiledSection,
-    GatedGraph,
-    first_section_as_backward,
-    new_token,
-)
+from ddpopt.split.forward import compile_forward_sections, copy_for_cutting, make_stitched_graph
+from ddpopt.split.gates import CompiledSection, GatedGraph, first_section_as_backward, new_token
 from ddpopt.split.graph import DynamoGraph, new_cut, read_graph
 from ddpopt.split.nodes import (
     attribute_of,
@@ -99,10 +90,7 @@ from ddpopt.split.phases import Buckets
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
 from ddpopt.split.releases import ReleaseOrder, mark_functions
 from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
-from ddpopt.split.sections import (
-    choose_backward_sections,
-    choose_forward_sections,
-)
+from ddpopt.split.sections import choose_backward_sections, choose_forward_sections
 from ddpopt.steps.sections import Label, report_runs
 
 
@@ -430,12 +418,7 @@ class BackwardCutter:
             "argument of each parameter": graph.argument_of,
             "arguments that are parameters": sorted(graph.is_trained.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
-            "neighbours": (
-                graph.arrives_before,
-                graph.arrives_after,
-                graph.others,
-                graph.of_root,
-            ),
+            "neighbours": (graph.arrives_before, graph.arrives_after, graph.others, graph.of_root),
             "how the Reducer forms buckets": ddp_state.rules,
             "buckets now": _as_tuples(ddp_state.buckets),
             # Cuts are finer while better buckets are searched for.
