@@ -30,6 +30,9 @@ Call = NewType("Call", int)
 # A place in the graph, as the program has it: behind the call of this number, or, for -1, in front
 # of all. Calls stand at places, and gradients are released at places, whenever they run.
 Place = NewType("Place", int)
+# The number of a call of an `autograd.Function` in Dynamo's graph, see `mark_functions` in
+# split/releases.py.
+FunctionNumber = NewType("FunctionNumber", int)
 # Memory that the program can reach: for an argument's the argument's own number, for other memory
 # a number below zero.
 Memory = NewType("Memory", int)

@@ -160,6 +160,21 @@ class Checkpointed(Layers):
         return run(x) if k == 3 else checkpoint(run, x, use_reentrant=False)
 
 
+class AppendsNothing(Layers):
+    """Its buffers are slices without a row, made anew in backward; no copy has their strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for k in range(4):
+            setattr(self, f"vector{k}", torch.ones(4, SIZE + 1)[:0, :SIZE])
+
+    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([layer(x), torch.sigmoid(self.vectors(k))]).square()
+
+        return checkpoint(run, x, use_reentrant=False)
+
+
 class CheckpointedNorms(Layers):
     """Each layer is made again in backward, where its batch norm is given its running averages."""
 
@@ -244,6 +259,10 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook writes an input that only forward has read": (ShiftsInput, _halve_given),
     "a hook writes a trained input that only forward has read": (ShiftsTrained, _halve_given),
     "a call that is made again reads a parameter and a buffer": (Checkpointed, lambda model: None),
+    "a call that is made again reads a buffer without elements": (
+        AppendsNothing,
+        lambda model: None,
+    ),
 }
 # Of these, autograd refuses the backward where sections are graphs of their own.
 WRITES_WHAT_FORWARD_READ = {name for name in CASES if "buffer that only forward" in name}

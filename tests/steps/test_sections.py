@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,32 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpopt._torch import names, runtime
 from ddpopt.steps import sections
+from tests.support.beside import compiled
 from tests.support.models import MLP, WIDTH
 
 CAP_MB = 0.03  # two layers a bucket
 FORWARD = [f"section {k} forward" for k in range(3)]
 BACKWARD = [f"section {k} backward" for k in range(3)]
+WHOLE = ["section 0 forward", "section 0 backward"]
+
+_MLP = functools.partial(MLP, bias=False)
 
 
-def _step(**options: Any) -> Any:
+class _AddsWeights(torch.nn.Module):
+    """Two buckets that are complete at one place, as only a traced backward shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(WIDTH, 2 * WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weights[0] + self.weights[1])
+
+
+def _step(module: torch.nn.Module, **options: Any) -> Any:
     torch._dynamo.reset()
-    ddp = DistributedDataParallel(MLP(bias=False), bucket_cap_mb=CAP_MB)
-    model = torch.compile(ddp, backend="ddpopt", options={"inner": "aot_eager", **options})
+    ddp = DistributedDataParallel(module, bucket_cap_mb=CAP_MB)
+    model = compiled(ddp, **options)
     return lambda: model(torch.ones(8, WIDTH)).sum().backward()
 
 
@@ -37,20 +54,27 @@ def _ranges(profiler: profile, path: Path) -> list[str]:
     return [event["name"].split(" ", 2)[2] for event in ranges]  # as in `ddpopt: 0/0 section 1 ...`
 
 
-@pytest.mark.quick("options0-expected0")
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("module", "options", "expected"),
     [
-        ({"split": "forward"}, [*FORWARD, *reversed(BACKWARD)]),
-        ({"split": "backward"}, BACKWARD),
-        ({"enabled": False}, ["section 0 forward", "section 0 backward"]),
+        (_MLP, {"split": "forward"}, [*FORWARD, *reversed(BACKWARD)]),
+        (_MLP, {"split": "backward"}, BACKWARD),
+        (_MLP, {"enabled": False}, WHOLE),
+        (_AddsWeights, {"split": "forward"}, WHOLE),
+        (_AddsWeights, {"split": "backward"}, WHOLE),
     ],
+    ids=["forward", "backward", "off", "left whole in forward", "left whole in backward"],
 )
 def test_a_profile_has_each_section_that_ran_once(
-    one_rank: None, tmp_path: Path, options: dict[str, Any], expected: list[str]
+    one_rank: None,
+    tmp_path: Path,
+    module: Callable[[], torch.nn.Module],
+    options: dict[str, Any],
+    expected: list[str],
 ) -> None:
     """Ranges are in the order in which sections ran; steps before and after it leave none."""
-    step = _step(**options)
+    step = _step(module(), **options)
     step()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()

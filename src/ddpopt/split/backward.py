@@ -30,11 +30,7 @@ from torch import fx
 from ddpopt import _torch
 from ddpopt._indices import Argument, Call, Memory, Slot, numbered
 from ddpopt.split.aliases import Aliases
-from ddpopt.split.facts import (
-    ReachableMemory,
-    gradient_nodes,
-    watched_inputs,
-)
+from ddpopt.split.facts import ReachableMemory, gradient_nodes, watched_inputs
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
 from ddpopt.split.releases import end_forward, watch_arguments
 from ddpopt.split.section_compiler import SectionCompiler
@@ -43,11 +39,12 @@ from ddpopt.split.sections import BackwardSections
 # ---- The token -------------------------------------------------------------------------------
 
 
-def add_token(gm: fx.GraphModule, watched: Sequence[Argument] = ()) -> None:
+def add_token(gm: fx.GraphModule, watched: Sequence[Argument]) -> None:
     """Add the token as last input and, so that it gets a gradient, a copy of it as last output.
 
-    The operators through which it goes note, while AOTAutograd traces the graph, when the gradients
-    of the arguments `watched` are released; see `watch_arguments`.
+    AOTAutograd would trace no gradient of an output that is an input itself. The operators through
+    which the token goes note, while AOTAutograd traces the graph, when the gradients of the
+    arguments `watched` are released; see `watch_arguments`.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     with gm.graph.inserting_after(placeholders[-1]):
@@ -62,7 +59,11 @@ def add_token(gm: fx.GraphModule, watched: Sequence[Argument] = ()) -> None:
 
 
 def return_token_itself(forward: fx.GraphModule) -> None:
-    """Remove the token's copy from the traced forward, where it would be a kernel of its own."""
+    """Remove the token's copy from the traced forward, where it would be a kernel of its own.
+
+    The backward is traced by then, so the copy has served, see `add_token`.
+    """
+    # The forward that AOTAutograd traced takes the graph's arguments in their order.
     token = list(forward.graph.find_nodes(op="placeholder"))[-1]
     for user in list(token.users):
         if user.target is torch.ops.aten.clone.default and user.args == (token,):
@@ -74,9 +75,11 @@ def return_token_itself(forward: fx.GraphModule) -> None:
 def drop_token_gradient(
     backward: fx.GraphModule, token_argument: Argument
 ) -> list[Argument | None]:
-    """Have a backward return None for the token; return which argument each gradient is for.
+    """Have a backward return None for the token.
 
     What the token gets is not a value of the graph: it is the run's handle, see `gates.py`.
+    Returns for each value that the backward returns the argument whose gradient it is, the token's
+    included; see `gradient_arguments`.
     """
     (output,) = backward.graph.find_nodes(op="output")
     arguments = _torch.gradient_arguments(backward)
@@ -104,7 +107,8 @@ class Flow:
     keeps: tuple[Slot, ...]
     # The arguments of the forward to which the gradients belong.
     releases: tuple[Argument, ...]
-    # Of `takes`: what no hook may have written to since this backward began.
+    # Of `takes`: those whose tensors no hook may have written to since this backward began. The
+    # section raises if one has.
     watches: tuple[Slot, ...]
 
 
@@ -129,16 +133,16 @@ def make_section_graphs(
     `reachable` is what `find_reachable` returned for it.
     """
     calls = call_nodes(gm.graph)
-    snapshots: list[fx.Node] = []
+    making_snapshots: list[fx.Node] = []
     if chosen.snapshot_reads:
-        gm, calls, snapshots = _with_snapshots(gm, chosen.snapshot_reads, reachable)
+        gm, calls, making_snapshots = _with_snapshots(gm, chosen.snapshot_reads, reachable)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
     aliases = Aliases(gm)
 
     # The values that each section makes, releases, and reads from outside.
     made = [[calls[i] for i in chosen.order[s.start : s.stop]] for s in chosen.sections]
-    made[0] = [*snapshots, *made[0]]
+    made[0] = [*making_snapshots, *made[0]]  # before any hook of this backward can write
     released = [[gradients[argument] for argument in arguments] for arguments in chosen.releases]
     # Sizes are inputs of each section: the shapes of other values have them.
     symbols = [node for node in inputs if isinstance(_torch.aten_value(node), torch.SymInt)]
@@ -169,7 +173,8 @@ def make_section_graphs(
         outputs = [builder.value_of(node) for node in kept[k]]
         for gradient in released[k]:
             value = builder.value_of(gradient)
-            # A hook may write to a gradient, so memory that is still needed is not handed out.
+            # A hook may write to a gradient, so a copy is handed out if a later section reads the
+            # gradient's memory.
             memory = aliases.base_of(gradient)
             last = tangents_last_taken if memory in tangents else last_taken.get(memory, k)
             outputs.append(builder.clone_of(value) if last > k else value)
@@ -217,7 +222,7 @@ class _SectionBuilder:
     ) -> None:
         """Begin a section's graph with its inputs: the values of `gm` that it takes, in this order.
 
-        Inductor may reuse the memory of those in `freed`.
+        Inductor may reuse the memory of those in `freed` once the section has read them.
         """
         self._gm = gm
         self._graph = fx.Graph()
@@ -253,6 +258,11 @@ class _SectionBuilder:
 
 
 def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Add a copy of a value to a graph, at the insertion point.
+
+    The copy's example value is in memory of its own, as the copy will be: the proof tells by
+    example values which values share memory.
+    """
     copied = graph.call_function(torch.ops.aten.clone.default, (value,))
     copied.meta = {**value.meta, IS_COPY: True}
     if isinstance(_torch.aten_value(value), torch.Tensor):
@@ -274,23 +284,23 @@ def _with_snapshots(
 
     `snapshot_reads`, of `BackwardSections`, has the calls of later sections that must read memory
     as the forward left it, as call 2 here, and that memory. Returns the copy; its calls, numbered
-    as those of `gm`; and the calls that make snapshots, which run first of all.
+    as those of `gm`; and the calls that make snapshots, which have to run first of all.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(gm.graph, copies))
     (original_output,) = gm.graph.find_nodes(op="output")
-    output.meta = dict(original_output.meta)
+    output.meta = dict(original_output.meta)  # it says to which arguments the gradients belong
     calls = [copies[node] for node in call_nodes(gm.graph)]
     views = {copies[node] for node in Aliases(gm).views_and_constants}
     in_snapshots = frozenset[Memory]().union(*snapshot_reads.values())
-    made: list[fx.Node] = []
+    making_snapshots: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
         if reachable.find(placeholder) in in_snapshots:
             with graph.inserting_before(calls[0]):
-                snapshots[placeholder], *views_of_copy = _snapshot(graph, placeholder, made)
-            views.update(views_of_copy)
+                snapshots[placeholder], calls_of_snapshot = _snapshot(graph, placeholder)
+            making_snapshots += calls_of_snapshot
 
     def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
         """What a call reads in place of a node, if it is to read snapshots of the memory `read`.
@@ -306,36 +316,36 @@ def _with_snapshots(
             return node
         with graph.inserting_before(node):
             view = graph.node_copy(node, sources.__getitem__)
-        # The copied node came with the example value of the original, in the original's memory. The
-        # proof tells by examples which values share memory, so this view needs one in the
-        # snapshot's.
+        # `node_copy` gave the view the example value of `node`, which is in the input's memory; as
+        # `_clone` says, it has to be in the snapshot's.
         assert callable(view.target)
         arguments, keywords = fx.map_arg((view.args, view.kwargs), _value_of)
         _torch.set_aten_value(view, view.target(*arguments, **keywords))
-        views.add(view)
         return view
 
     for call, read in snapshot_reads.items():
         for source in calls[call].all_input_nodes:
             calls[call].replace_input_with(source, snapshot_of(source, read))
-    return _torch.graph_module(gm, graph), calls, made
+    return _torch.graph_module(gm, graph), calls, making_snapshots
 
 
-def _snapshot(graph: fx.Graph, value: fx.Node, made: list[fx.Node]) -> list[fx.Node]:
-    """The node of an input's snapshot, with the input's strides; behind it, views made on the way.
+def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Add an input's snapshot to a graph, with the input's strides, at the insertion point.
 
-    The calls that are no views are appended to `made`. A tensor that is expanded, or a slice of
-    another, has strides that no copy would have: then the memory between its first and its last
-    element is copied, and the copy seen with these strides.
+    Returns its node, and the calls that were added and are no views. A tensor that is expanded, or
+    a slice of another, has strides that no copy would have: then the memory between its first and
+    its last element is copied, and the copy seen with these strides.
     """
     tensor = _torch.aten_value(value)
-    if torch.empty_like(tensor).stride() == tensor.stride():
+    # Without elements there is no first and no last one, and any strides will do.
+    is_empty = any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    if is_empty or torch.empty_like(tensor).stride() == tensor.stride():
         copied = _clone(graph, value)
-        made.append(copied)
-        return [copied]
+        return copied, [copied]
+    made: list[fx.Node] = []
 
     def compute(function: Callable[..., Any], *arguments: Any) -> Any:
-        """A size or a stride, or what comes of them: a constant, or a call where it is symbolic."""
+        """A size or a stride, or what comes of some: a constant, or a call where it is symbolic."""
         number = function(*(_value_of(argument) for argument in arguments))
         if isinstance(number, int):
             return number
@@ -345,6 +355,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node, made: list[fx.Node]) -> list[fx.N
         return call
 
     def view(source: fx.Node, *arguments: Any) -> fx.Node:
+        """`source` with other sizes and strides; without an offset, from its first element on."""
         seen = graph.call_function(torch.ops.aten.as_strided.default, (source, *arguments))
         seen.meta = {**value.meta, IS_COPY: True}
         numbers = [fx.map_arg(argument, _value_of) for argument in arguments]
@@ -357,13 +368,13 @@ def _snapshot(graph: fx.Graph, value: fx.Node, made: list[fx.Node]) -> list[fx.N
     for size, stride in zip(sizes, strides, strict=True):
         last = compute(operator.mul, compute(operator.sub, size, 1), stride)
         num_elements = compute(operator.add, num_elements, last)
-    flat = view(value, [num_elements], [1])
-    copied = _clone(graph, flat)
+    copied = _clone(graph, view(value, [num_elements], [1]))
     made.append(copied)
-    return [view(copied, sizes, strides, 0), flat]
+    return view(copied, sizes, strides, 0), made
 
 
 def _value_of(argument: Any) -> Any:
+    """The example value of an argument that is a node, and any other argument itself."""
     return _torch.aten_value(argument) if isinstance(argument, fx.Node) else argument
 
 
@@ -377,11 +388,12 @@ def compile_backward_sections(
     compile_section: _torch.CompileSection,
     graph: str,
 ) -> tuple[list[Callable[..., Any]], list[int]]:
-    """Compile a backward's distinct sections; return them, and for each section which one it is.
+    """Compile a backward's sections, equal ones once.
 
-    `inputs` are the fake values of the whole graph's inputs. Inputs that were `saved` in forward
-    may be at addresses that Inductor takes to be fixed, so a section that takes a saved input does
-    not share code with one that takes another value there. `graph` is the whole graph's name.
+    Returns the compiled callables, and for each section the index of its own among them. `inputs`
+    are the fake values of the whole graph's inputs. Inputs that were `saved` in forward may be at
+    addresses that Inductor takes to be fixed, so a section that takes a saved input does not share
+    code with one that takes another value there. `graph` is the whole graph's name.
 
     Raises:
         NotCutError: the inner compiler raised.
@@ -392,7 +404,8 @@ def compile_backward_sections(
     compiler = SectionCompiler(graph, len(sections))
     for index, section in enumerate(sections):
         placeholders = section.graph.graph.find_nodes(op="placeholder")
-        # Which of the whole graph's inputs each input of the section is; None for a kept value.
+        # Which of the whole graph's inputs each input of the section is; None for a kept value. The
+        # compiler is given AOTAutograd's own fake values for the former.
         origins = [slot if slot < len(inputs) else None for slot in section.flow.takes]
         values = [
             _torch.aten_value(node) if origin is None else inputs[origin]
@@ -416,8 +429,9 @@ def _identity(
 ) -> object | None:
     """What two sections have in common if one compiled callable can serve both.
 
-    None if a section holds attributes, which the code does not show, or symbols. It also matters
-    which inputs `are_saved`: Inductor does not check at each call whether saved inputs are aligned.
+    None, for a section that shares with no other, if it reads attributes, which its code does not
+    show, or takes symbolic sizes or tensors with such. It also matters which inputs `are_saved`:
+    Inductor does not check at each call whether saved inputs are aligned.
     """
     if section.graph.find_nodes(op="get_attr"):
         return None

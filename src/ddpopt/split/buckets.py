@@ -1,9 +1,9 @@
 """Which buckets a graph is cut for, and where they come from.
 
-a first step:        the Reducer will form buckets by its rules      -> PREDICTED
-from its third on:   it has formed them                              -> OWN
-`buckets="auto"`:    better ones are searched for                    -> SEARCHED
-the search is over:  a plan is about to be applied                   -> EXPECTED
+a compile in the first step     the Reducer will form buckets by its rules      -> PREDICTED
+from the third step on          the Reducer has formed them                     -> OWN
+with `buckets="auto"`           better ones are searched for                    -> SEARCHED
+with `buckets="plan.json"`      the Reducer will be given those of the plan     -> EXPECTED
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class GraphBuckets:
 def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) -> GraphBuckets:
     """The buckets for which to cut a graph.
 
-    `lateness` says how late in backward the gradient of each of its parameters is final: the place
-    in the traced backward, or, as long as there is none, minus the first use in forward. Only the
-    order of these numbers counts.
+    `lateness` says how late in backward the gradient of each of the graph's own parameters is
+    final: the place in the traced backward, or, as long as none is traced, minus the first use in
+    forward. Only the order of these numbers counts.
     """
     rules, is_shared = graph.ddp_state.rules, graph.empty_cut.is_shared
     expected, actual = graph.ddp_state.expected_buckets, graph.ddp_state.buckets
@@ -65,7 +65,8 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
         recorded = predict_buckets(arrival, rules)
     else:
         source = Source.OWN
-        recorded = known_buckets(arrival, actual, rules)
+        recorded = known_buckets(graph.reduced, actual, rules)
+        # No bucket will be formed from the order of arrival any more, so the buckets set the order.
         arrival_here = in_launch_order(arrival_here, recorded)
 
     to_cut_at = recorded
@@ -73,17 +74,21 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
         source = Source.EXPECTED
         to_cut_at = known_buckets(graph.reduced, expected, rules)
     elif goal is not Goal.IN_FORCE:
-        # Of shared code nobody knows which module's buckets it has to serve.
+        # A search; or a plan, and modules share the graph: nobody knows which module's part of the
+        # plan the graph has to serve, so it is cut finely, for any.
         source = Source.SEARCHED
-        in_order = arrival_here if is_shared else [p for b in recorded for p in b.parameters]
-        to_cut_at = fine_buckets(in_order)
+        in_order = [parameter for bucket in recorded for parameter in bucket.parameters]
+        to_cut_at = fine_buckets(arrival_here if is_shared else in_order)
     return GraphBuckets(source=source, to_cut_at=to_cut_at, recorded=recorded, arrival=arrival_here)
 
 
 def _predict_arrival(
     graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]
 ) -> tuple[Parameter, ...]:
-    """All of the Reducer's parameters, in the order in which their gradients will arrive."""
+    """All of the Reducer's parameters, in the order in which their gradients will arrive.
+
+    `lateness` is as for `which_buckets`.
+    """
     rules, expected = graph.ddp_state.rules, graph.ddp_state.expected_buckets
     lateness = dict(lateness)
     # DDP holds back the gradients of `delay_all_reduce_named_params` until that of one other
@@ -101,5 +106,5 @@ def _predict_arrival(
     )
     if expected is not None and not graph.empty_cut.is_shared:
         # The graph is cut at the plan's buckets, so its sections release gradients in their order.
-        arrival = in_launch_order(arrival, known_buckets(arrival, expected, rules))
+        arrival = in_launch_order(arrival, known_buckets(graph.reduced, expected, rules))
     return arrival

@@ -35,14 +35,21 @@ from torch import fx
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch
-from ddpopt._indices import Argument, Call, ParameterIndex, Place, SectionIndex, Slot, numbered
+from ddpopt._indices import (
+    Argument,
+    Call,
+    FunctionNumber,
+    ParameterIndex,
+    Place,
+    SectionIndex,
+    Slot,
+    numbered,
+)
 from ddpopt._text import source_digest
 from ddpopt.errors import DisagreementError, NotCutError, Reason
 from ddpopt.options import Options
 from ddpopt.split import state
-from ddpopt.split.arrival import (
-    final_places,
-)
+from ddpopt.split.arrival import final_places
 from ddpopt.split.backward import (
     Flow,
     SectionGraph,
@@ -67,17 +74,8 @@ from ddpopt.split.facts import (
     read_forward,
     refuse_linked_calls,
 )
-from ddpopt.split.forward import (
-    compile_forward_sections,
-    copy_for_cutting,
-    make_stitched_graph,
-)
-from ddpopt.split.gates import (
-    CompiledSection,
-    GatedGraph,
-    first_section_as_backward,
-    new_token,
-)
+from ddpopt.split.forward import compile_forward_sections, copy_for_cutting, make_stitched_graph
+from ddpopt.split.gates import CompiledSection, GatedGraph, first_section_as_backward, new_token
 from ddpopt.split.graph import DynamoGraph, new_cut, read_graph
 from ddpopt.split.nodes import (
     attribute_of,
@@ -92,10 +90,7 @@ from ddpopt.split.phases import Buckets
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
 from ddpopt.split.releases import ReleaseOrder, mark_functions
 from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
-from ddpopt.split.sections import (
-    choose_backward_sections,
-    choose_forward_sections,
-)
+from ddpopt.split.sections import choose_backward_sections, choose_forward_sections
 from ddpopt.steps.sections import Label, report_runs
 
 
@@ -109,8 +104,11 @@ def compile_under_ddp(
     """Compile a graph split at the bucket boundaries of a DDP module, or whole for a named reason.
 
     Dynamo may run the result for further modules; `start` is called with each before its first run,
-    to begin what compiling for the module would have begun. It raises what compiling the whole
-    graph raises, and what Dynamo raises to trace a frame again.
+    to begin what compiling for the module would have begun.
+
+    Raises:
+        DisagreementError: this rank cannot cut a graph that may communicate, and others may.
+        Exception: what compiling the whole graph raises, or Dynamo, to trace a frame again.
     """
     graph: DynamoGraph | None = None
     try:
@@ -124,6 +122,7 @@ def compile_under_ddp(
         # A graph that nobody has thought of, or a release of torch, may raise anything here. Only
         # overlap is lost: the reason is logged, and the graph compiled whole.
         refusal = NotCutError.because_of(error)
+        # If reading the graph has raised, nobody knows whether it may communicate.
         if graph is not None and not graph.may_fall_back_for(refusal.reason):
             raise _disagreement(_torch.graph_name(gm), refusal) from error
         return compile_whole(gm, example_inputs, ddp, options, refusal, start)
@@ -135,13 +134,15 @@ def compile_under_ddp(
     compiled = CompiledGraph(
         cut=result.cut, text=result.text, call=call, argument_of=graph.argument_of
     )
-    module_state = state.get(ddp)
-    arrives_last, cut_for = module_state.rules.arrives_last, module_state.cut_for
+    cut_for, arrives_last = graph.ddp_state.cut_for, graph.ddp_state.rules.arrives_last
     return _make_runner(compiled, ddp, options, start, cut_for, arrives_last)
 
 
 def _disagreement(graph: str, refusal: NotCutError) -> DisagreementError:
-    """The error of a rank that cannot cut a graph which others may cut, see [Note: collectives]."""
+    """The error of a rank that cannot cut a graph which others may cut, see [Note: collectives].
+
+    `graph` is the graph's name.
+    """
     return DisagreementError(
         f"graph {graph} has collectives of its own, or calls that may be some (operators of other "
         f"libraries do not say), and this rank cannot cut it: {refusal.reason.name}, "
@@ -159,12 +160,13 @@ def compile_whole(
     refusal: NotCutError,
     start: StartOnModule = lambda _: None,
 ) -> CompiledCall:
-    """Compile a graph whole, for a named reason.
+    """Compile a graph whole, for the reason of `refusal`.
 
-    `start` is called as in `compile_under_ddp`. `ddp` is None where no DDP module is active.
+    `start` is called as in `compile_under_ddp`. `ddp` is None where no DDP module is active: then
+    nothing is kept of the graph but what is dumped.
     """
     cut = dataclasses.replace(new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
-    text: MakeText = GraphText
+    text: MakeText = GraphText  # an empty one
     if ddp is not None:
         text = _text_of_whole(gm)
     write(gm, cut, text, {"original": gm})
@@ -180,6 +182,8 @@ def compile_whole(
         _log(options, cut, ddp)
         return call
     reporting = report_runs(call, Label(cut.graph, 0))
+    # Which parameters the graph uses may be just what could not be read. Without their arguments
+    # the runner leaves gradients in the order in which autograd has them.
     compiled = CompiledGraph(cut=cut, text=text, call=reporting, argument_of={})
     return _make_runner(compiled, ddp, options, start, state.ANY_BUCKETS)
 
@@ -192,7 +196,10 @@ def _make_runner(
     cut_for: state.CutFor,
     arrives_last: Sequence[ParameterIndex] = (),
 ) -> GraphRunner:
-    """Make the runner of a compiled graph, register it with the module, and log the cut."""
+    """Make the runner of a compiled graph, register it with the module, and log the cut.
+
+    `cut_for` and `arrives_last` are as for `GraphRunner`.
+    """
     runner = GraphRunner(
         compiled,
         arrives_last=arrives_last,
@@ -207,7 +214,7 @@ def _make_runner(
 
 
 def _log(options: Options, cut: Cut, ddp: DistributedDataParallel | None) -> None:
-    """Log a cut; as a warning, on each rank, if overlap is lost that should not be."""
+    """Log a cut on rank 0; as a warning, on each rank, if overlap is lost that should not be."""
     is_expected = cut.fallback is None or cut.fallback.is_expected
     if cut.backward_fallback is not None:
         # Who asked for backward alone is told; "auto" promises no more than it gives.
@@ -232,7 +239,7 @@ class _StoredCut:
     # The bytes of each value that a section keeps, in the order of `flow.keeps`. They are stored
     # for people alone: neither a flow nor compiled code tells a size.
     kept_bytes: Sequence[Sequence[int]]
-    # The argument to which each gradient that AOTAutograd expects belongs.
+    # The argument to which each gradient that AOTAutograd expects belongs; None for what is none.
     argument_of_output: Sequence[Argument | None]
 
 
@@ -252,7 +259,8 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
             tried then: something is wrong that is to be reported.
     """
     # No backward is traced yet to tell which gradients are final late: those of parameters that are
-    # used early, since backward reaches a parameter's first use last.
+    # used early, since backward reaches a parameter's first use last. (`compile_backward` asks for
+    # buckets once more, when one is traced.)
     buckets = which_buckets(graph, {index: -use for index, use in graph.first_use.items()})
     cut = _cut_for(graph, buckets)
     # Tracing a backward is worth it if the graph has parts of two buckets. A graph that may
@@ -266,7 +274,7 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
             raise
         except Exception as error:
             # Any error costs the cut of backward, as in `compile_under_ddp`; forward may be cut
-            # instead.
+            # instead, but not for an error that is to be reported, such as a missing proof.
             refusal = NotCutError.because_of(error, in_backward=True)
             if not refusal.reason.is_of_backward or not graph.may_fall_back_for(refusal.reason):
                 raise
@@ -280,7 +288,7 @@ def _cut_for(graph: DynamoGraph, buckets: GraphBuckets) -> Cut:
 
 
 def _left_whole(graph: DynamoGraph, cut: Cut, reason: Reason) -> Cut:
-    """The cut of a graph in which no boundary helps, or none is possible."""
+    """The cut of a graph which is compiled whole, since no boundary helps or none is possible."""
     if reason is Reason.ONE_BUCKET and graph.ddp_state.has_planned_buckets:
         reason = Reason.ONE_PLANNED_BUCKET
     if reason is Reason.NO_PARAMETERS:
@@ -315,7 +323,8 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     traced = copy_for_cutting(graph.gm)
     if not are_plain or has_ragged_sizes(traced.graph):
         raise NotCutError(Reason.SUBCLASSES)
-    # The token's device, and that of all gradients.
+    # The token's device, which that of all gradients has to be. There is a tensor that requires
+    # grad: this is called for graphs that use a trained parameter, and it comes in as an argument.
     device = next(tensor.device for tensor in tensors if tensor.requires_grad)
     differentiated = [
         argument
@@ -328,16 +337,18 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     with cutter.release_order.noting():
         call = aot(traced, [*example_inputs, new_token(device)], cutter)
     stored, further_sections = cutter.result
-    cut = dataclasses.replace(stored.cut, graph=graph.name)  # the cache knows no names
-    text = cutter.text
-    if cut.fallback is not None:
-        text = _text_of_whole(graph.copy)
-        write(graph.gm, cut, text, {"original": graph.gm})
-    return _Result(cut, text, GatedGraph(call, further_sections, device))
+    # A cut from torch's cache has the name that its graph had in another compile.
+    cut = dataclasses.replace(stored.cut, graph=graph.name)
+    gated = GatedGraph(call, further_sections, device)
+    if cut.fallback is None:
+        return _Result(cut, cutter.text, gated)
+    text = _text_of_whole(graph.copy)
+    write(graph.gm, cut, text, {"original": graph.gm})
+    return _Result(cut, text, report_runs(gated, Label(graph.name, 0)))
 
 
 class _CutBackward(NamedTuple):
-    """What `BackwardCutter` makes, besides what it gives to AOTAutograd."""
+    """What `BackwardCutter` makes for `_cut_backward`, besides what it gives to AOTAutograd."""
 
     stored: _StoredCut
     # All sections but the first: that one runs in AOTAutograd's own node.
@@ -356,7 +367,7 @@ class BackwardCutter:
         graph: DynamoGraph,
         device: torch.device,
         release_order: ReleaseOrder,
-        function_arguments: Mapping[int, frozenset[Argument]],
+        function_arguments: Mapping[FunctionNumber, frozenset[Argument]],
     ) -> None:
         """Make a cutter.
 
@@ -364,8 +375,8 @@ class BackwardCutter:
             graph: the graph whose backward is cut.
             device: where the token and the gradients are.
             release_order: when AOTAutograd's trace of the backward releases each gradient.
-            function_arguments: by the number of each call of an `autograd.Function`, the graph's
-                arguments that are its inputs, for the proof; from `mark_functions`.
+            function_arguments: for each call of an `autograd.Function`, the graph's arguments that
+                go straight into it, as `mark_functions` found them; for the proof.
         """
         self.release_order = release_order
         self._graph = graph
@@ -374,13 +385,13 @@ class BackwardCutter:
         self._token_argument = Argument(graph.num_inputs)
         # `edit_forward` leaves this for `compile_backward`.
         self._forward_outputs: Sequence[ForwardOutput] = ()
-        # The calls of each section; none if `make_backward` alone is called.
+        # The calls of each section as text; none if `make_backward` alone is called.
         self._calls: Sequence[_SectionCalls] = ()
         self._result: _CutBackward | None = None
 
     @property
     def result(self) -> _CutBackward:
-        """What came of it, once AOTAutograd has called `make_backward`."""
+        """What came of the backward, once AOTAutograd has called `make_backward`."""
         assert self._result is not None, "AOTAutograd returned a forward without its backward"
         return self._result
 
@@ -391,11 +402,12 @@ class BackwardCutter:
         flows = [flow for _, flow in stored.sections]
         return functools.partial(_text_of_backward, flows, stored.kept_bytes, self._calls)
 
-    @functools.cached_property
+    @functools.cached_property  # it is asked for more than once
     def cache_key(self) -> str | None:
-        """All that the cut of a backward depends on besides the graph; equal in any process.
+        """A text of all that the cut of a backward depends on besides the graph, for torch's cache.
 
-        None while graphs are shown: a result from a cache has none.
+        Equal in any process. None, for no cache, while graphs are shown: a result from a cache has
+        none.
         """
         if is_showing():
             return None
@@ -404,14 +416,9 @@ class BackwardCutter:
             "what is compiled": dataclasses.replace(graph.empty_cut, graph=""),
             "parameters": graph.reduced,
             "argument of each parameter": graph.argument_of,
-            "arguments that are parameters": sorted(graph.parameters.items()),
+            "arguments that are parameters": sorted(graph.is_trained.items()),
             # The order in which gradients arrive depends on the graphs before and after this one.
-            "neighbours": (
-                graph.arrives_before,
-                graph.arrives_after,
-                graph.others,
-                graph.of_root,
-            ),
+            "neighbours": (graph.arrives_before, graph.arrives_after, graph.others, graph.of_root),
             "how the Reducer forms buckets": ddp_state.rules,
             "buckets now": _as_tuples(ddp_state.buckets),
             # Cuts are finer while better buckets are searched for.
@@ -422,21 +429,31 @@ class BackwardCutter:
         return f"ddpopt {source_digest()} {digest}"
 
     def edit_forward(self, forward: fx.GraphModule) -> None:
-        """Called by AOTAutograd with the forward that it traced, before that is compiled."""
+        """Note what the forward returns, and spare it the token's copy.
+
+        AOTAutograd calls this with the forward that it traced, before it compiles that.
+        """
         self._forward_outputs = forward_outputs(forward)
         return_token_itself(forward)
 
     def compile_backward(
         self, backward: fx.GraphModule, inputs: list[Any], compile_section: _torch.CompileSection
     ) -> tuple[Sequence[Any], _StoredCut]:
-        """Called by AOTAutograd with the backward that it traced, and its fake inputs.
+        """Cut a backward, show that the sections are right, and compile them.
 
-        Returns the distinct compiled sections, and what it takes to run them.
+        AOTAutograd calls this with the backward that it traced, and its fake `inputs`. Returns the
+        distinct compiled sections, and what it takes to run them; of a backward in which no
+        boundary helps, itself compiled, and a cut that says why.
+
+        Raises:
+            NotCutError: the backward cannot be cut, the sections cannot be shown to be right, or
+                `compile_section` raised on one.
         """
         graph = self._graph
         _torch.check_backward(backward)
         refuse_linked_calls(backward)
         argument_of_output = drop_token_gradient(backward, self._token_argument)
+        # The compiled forward may give what it saves other strides than were traced.
         _torch.restride(backward, inputs)
         devices = {_torch.aten_value(node).device for node in gradient_nodes(backward).values()}
         if devices - {self._device}:
@@ -450,18 +467,20 @@ class BackwardCutter:
         made_here = gradient_nodes(backward).keys()
         unwritten = {
             argument
-            for argument, is_trained in graph.parameters.items()
+            for argument, is_trained in graph.is_trained.items()
             if argument in made_here or not is_trained
         }
         num_before = {argument: self.release_order.num_before(argument) for argument in made_here}
         facts = read_backward(backward, reachable, unwritten, num_before)
-        final = final_places(facts, graph.argument_of, {p.index for p in graph.arrives_after})
+        final = final_places(facts, graph.argument_of, graph.final_elsewhere)
         buckets = which_buckets(graph, final)
-        order = _order_of_backward(graph, backward, facts) if any(facts.communicates) else ""
+        order = _order_of_backward(graph, backward, facts)
         cut = dataclasses.replace(_cut_for(graph, buckets), split="backward", order=order)
         try:
             chosen = choose_backward_sections(facts, buckets.to_cut_at, graph.argument_of, final)
         except NotCutError as refusal:
+            # Whether the graph may stay whole need not be asked, as where a forward is cut: each of
+            # these reasons holds on all ranks or on none.
             stored = _StoredCut(
                 cut=_left_whole(graph, cut, refusal.reason),
                 sections=(),
@@ -485,8 +504,8 @@ class BackwardCutter:
         )
         flows = [section.flow for section in sections]
         kept_bytes = [list(map(shown_bytes, kept_values(section))) for section in sections]
-        # Not made when somebody asks: nothing of a node can wait for that without its graph, fake
-        # tensors or functions of the user's. It takes a thousandth of a compile.
+        # Read now, not when somebody asks: until then the nodes would keep their graphs alive, with
+        # fake tensors and functions of the user's. It takes a thousandth of a compile.
         self._calls = list(map(_read_section_calls, sections))
         text = functools.partial(_text_of_backward, flows, kept_bytes, self._calls)
         wholes = {"original": graph.gm, "original_backward": backward}
@@ -509,11 +528,11 @@ class BackwardCutter:
     def make_backward(
         self, compiled: Sequence[Any], stored: _StoredCut
     ) -> Callable[[list[Any]], Any]:
-        """What AOTAutograd is to run as its backward.
+        """What AOTAutograd is to run as its backward: the first section, or the whole backward.
 
-        Called by it with what `compile_backward` returned, here or in another process.
+        AOTAutograd calls this with what `compile_backward` returned, here or in another process.
         """
-        if not stored.sections:
+        if not stored.sections:  # the backward stays whole
             (whole,) = compiled
             self._result = _CutBackward(stored, ())
             return whole  # type: ignore[no-any-return]  # a compiled graph, which has no type
@@ -541,17 +560,22 @@ class BackwardCutter:
 
 
 def _order_of_backward(graph: DynamoGraph, backward: fx.GraphModule, facts: BackwardFacts) -> str:
-    """The digest of the order in which a backward communicates and releases gradients."""
+    """The digest of the order in which a backward communicates and releases gradients.
+
+    Empty for one that does not communicate.
+    """
+    if not any(facts.communicates):
+        return ""
     collectives = {
         call: name_of(node)
         for call, node in numbered(Call, call_nodes(backward.graph))
         if facts.communicates[call]
     }
-    releases = {
-        parameter.name: facts.release_places[graph.argument_of[parameter.index]]
-        for parameter in graph.reduced
-        if graph.argument_of.get(parameter.index) in facts.release_places
-    }
+    releases: dict[str, Place] = {}
+    for parameter in graph.reduced:
+        argument = graph.argument_of.get(parameter.index)
+        if argument is not None and argument in facts.release_places:  # its gradient is made here
+            releases[parameter.name] = facts.release_places[argument]
     return digest_of_order(collectives, releases)
 
 
@@ -563,11 +587,16 @@ def _cut_forward(
 ) -> _Result:
     """Compile the graph in sections; or, if no boundary helps or is possible, say why it is whole.
 
-    A graph with parameters of one bucket alone comes here too, for the reason: its backward was not
-    traced.
+    `cut` is the record of the graph without sections, and says why the backward is not cut, if that
+    was tried. A graph that has parameters of one bucket, or none, comes here to be told that as the
+    reason: nobody has traced its backward.
+
+    Raises:
+        NotCutError: the sections are not right, one could not be compiled, or the graph may not
+            stay whole for what forbids a boundary.
     """
     calls = describe(call_nodes(graph.copy.graph))
-    facts = read_forward(graph.copy, graph.indices_of, {p.index for p in graph.arrives_after})
+    facts = read_forward(graph.copy, graph.indices_of, graph.final_elsewhere)
     try:
         sections = choose_forward_sections(facts, buckets.to_cut_at)
     except NotCutError as refusal:
@@ -595,7 +624,8 @@ def _cut_forward(
 def _order_of_forward(graph: DynamoGraph, facts: ForwardFacts) -> str:
     """The digest of the order in which a forward communicates and uses parameters first.
 
-    Empty for one that does not communicate.
+    A parameter's first use stands for the release of its gradient, to which it leads in backward.
+    Empty for a graph that does not communicate.
     """
     if not graph.communicates:
         return ""
@@ -621,7 +651,7 @@ _Calls = tuple[NodeText, ...]
 
 
 class _SectionCalls(NamedTuple):
-    """A backward section as text, while its graph is there."""
+    """The calls of a backward section, read while its graph is there."""
 
     calls: _Calls
     # Those that make what the section keeps, in the order of `flow.keeps`.

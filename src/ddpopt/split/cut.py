@@ -54,8 +54,9 @@ class Section:
     parameters: tuple[str, ...]
     # The indices of those of the cut's buckets whose last gradient this section produces.
     completes: tuple[BucketIndex, ...] = ()
-    # How many of its calls are not known to be pure. They may communicate, so that ranks must have
-    # equally many on each side of a bucket's allreduce.
+    # How many of its calls are not known to be pure, and so keep their order: the proof counts them
+    # too. They may communicate, so that ranks must have equally many on each side of a bucket's
+    # allreduce.
     num_fixed: int = 0
 
     @property
@@ -75,13 +76,14 @@ class Cut:
     # views and constants, see [Note: calls, views and constants] in facts.py.
     num_nodes: int
     sections: tuple[Section, ...] = ()
-    # The Reducer's buckets as predicted. They include parameters of other graphs under the module.
+    # The Reducer's buckets as predicted, or as known before it told them (`DDPState.keep`). They
+    # include parameters of other graphs under the module.
     buckets: tuple[Bucket, ...] = ()
     # The graph's own parameters, in the order in which their gradients are released.
     arrival: tuple[Parameter, ...] = ()
     # Why the graph is compiled whole; None if it has sections.
     fallback: Reason | None = None
-    # Completes the sentence of `fallback` or `backward_fallback`.
+    # Completes the sentence of `backward_fallback` if there is one, else that of `fallback`.
     detail: str = ""
     # Whether the graph may run for several modules; it was cut for the first of them.
     is_shared: bool = False
@@ -120,7 +122,10 @@ class Cut:
         return f"{self.graph} section {section.index}" if self.sections else self.graph
 
     def with_buckets(self, buckets: Sequence[Bucket]) -> Cut:
-        """The same sections, which now complete other buckets."""
+        """This cut with other buckets, and for each section which of them it completes.
+
+        `buckets` are in launch order.
+        """
         sections_in_backward = self.sections
         if self.split == "forward":
             sections_in_backward = self.sections[::-1]
@@ -132,8 +137,9 @@ class Cut:
         # Buckets are launched in order: none is complete earlier than those before it.
         reached = -1
         for bucket in buckets:
+            # The parameters of other graphs are in none of these sections.
             in_graph = [num_before[p.name] for p in bucket.parameters if p.name in num_before]
-            if in_graph:  # the graph has a part of this bucket
+            if in_graph:
                 reached = max(reached, *in_graph)
                 completed[reached].append(bucket.index)
         completed_by = {
@@ -147,11 +153,12 @@ class Cut:
         return dataclasses.replace(self, buckets=tuple(buckets), sections=sections)
 
     def with_parameters(self, parameter_of: Mapping[str, Parameter]) -> Cut:
-        """The cut of the same code when it runs for another module, without buckets.
+        """The cut of the same code when it runs for another DDP module, without buckets.
 
-        `parameter_of` gives the other module's parameters by the names that the cut has for its
-        own. What the other module does not have, or does not reduce, is left out. As it is shared,
-        it is not compared with DDP's buckets.
+        `parameter_of` gives the other module's parameters by the names that this cut has for those
+        of its own module. Parameters that are not in it are left out. The graph may have been cut
+        at other buckets than the other module has, so the cut `is_shared`: then nobody is warned
+        that these differ.
         """
         sections = []
         for section in self.sections:
@@ -169,7 +176,7 @@ class Cut:
         return "\n".join([*lines, *self.section_table()])
 
     def _bucket_table(self) -> list[str]:
-        """The buckets as lines of text, and the section that completes each."""
+        """The buckets as lines of text, with the section that completes each, `-` if none does."""
         completed_in = {
             bucket: section.index for section in self.sections for bucket in section.completes
         }
@@ -207,7 +214,7 @@ class Cut:
             of_backward = f"because {self.backward_fallback.value}{detail}"
         if self.fallback is not None:
             line = f"{graph}: compiled whole, because {self.fallback.value}"
-            if of_backward:
+            if of_backward:  # which has the detail: backward was tried, and failed, before forward
                 return f"{line}; its backward is not cut {of_backward}"
             return f"{line}{detail}"
         total = format_bytes(sum(bucket.num_bytes for bucket in self.buckets))
@@ -222,13 +229,15 @@ class Cut:
 def digest_of_order(collectives: Mapping[Call, str], releases: Mapping[str, Place]) -> str:
     """A short text that is equal for equal orders of collectives and releases.
 
-    `collectives` are the names of operators by their call. `releases` has for each parameter the
-    place where its gradient is released, or where it is used first. Between two collectives the
-    order of releases does not matter.
+    `collectives` are the names of operators by their call. `releases` has by each parameter's name
+    the place where its gradient is released; in a graph whose forward is cut, the parameter's first
+    use. Between two collectives the order of releases does not matter.
     """
     calls = sorted(collectives)
-    groups: list[list[str]] = [[] for _ in (*calls, None)]
+    # The parameters in front of all collectives, then those behind each.
+    groups: list[list[str]] = [[] for _ in range(len(calls) + 1)]
     for name, place in sorted(releases.items()):
+        # A place is behind the call of its number, and so behind a collective that is this call.
         groups[bisect.bisect_right(calls, place)].append(name)
     events = [groups[0]]
     for call, group in zip(calls, groups[1:], strict=True):
@@ -291,8 +300,9 @@ def make_sections(
 ) -> tuple[Section, ...]:
     """The sections between these bounds, the first and the last of which are the graph's ends.
 
-    `section_of` has the parameters in arrival order. Calls are given in the order in which they
-    run.
+    `section_of` has, in arrival order, the parameters whose gradients become final in a section.
+    `call_names` and `is_fixed`, whether a call is not known to be pure, are of each call, in the
+    order in which calls run. No section completes a bucket yet, see `Cut.with_buckets`.
     """
     names: list[list[str]] = [[] for _ in bounds[1:]]
     for parameter, index in section_of.items():

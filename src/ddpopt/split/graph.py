@@ -33,7 +33,8 @@ from ddpopt.split.nodes import call_nodes, may_communicate
 class DynamoGraph:
     """A graph under a DDP module.
 
-    It holds no tensor of the first batch: AOTAutograd may keep it.
+    It holds no tensor of the first batch, which would live on as long as the compiled code:
+    AOTAutograd may keep the `BackwardCutter` that has this.
     """
 
     gm: fx.GraphModule  # Dynamo's own, which Dynamo keeps and goes on to use
@@ -43,11 +44,11 @@ class DynamoGraph:
     ddp_state: state.DDPState
 
     num_inputs: int
-    # The arguments that are parameters, and whether each is trained.
-    parameters: Mapping[Argument, bool]
-    # The parameters that the Reducer reduces.
+    # For each argument that is a parameter, of DDP or not: whether it requires grad now.
+    is_trained: Mapping[Argument, bool]
+    # The parameters that the Reducer reduces, whichever graphs use them.
     reduced: Sequence[Parameter]
-    # For each of them that the graph uses and gets as an input: that argument.
+    # The argument that brings in each parameter of `reduced` that is an input of the graph.
     argument_of: Mapping[ParameterIndex, Argument]
     # The DDP parameters behind each node of `copy`; several where a node stands for a module.
     indices_of: Mapping[fx.Node, Sequence[ParameterIndex]]
@@ -58,30 +59,41 @@ class DynamoGraph:
     arrives_after: Sequence[Parameter]
     # When the gradients arrive of parameters that no known graph uses.
     others: Others
-    # The parameters that the root module has itself, rather than one of its submodules.
+    # The parameters that the root module has itself, rather than one of its submodules: where they
+    # are registered does not tell when they are used, see `Others`.
     of_root: Sequence[ParameterIndex]
 
-    # The first differentiable use of each parameter that is used in no graph before this one.
+    # The first differentiable use of each parameter, at which its gradient is final in backward. As
+    # `read_uses` has it: without parameters that a graph before this one uses too.
     first_use: Mapping[ParameterIndex, Call]
     # Whether the graph, or its backward, may exchange data with other ranks.
     communicates: bool
     # The record of the graph so far: without sections, buckets or reason.
     empty_cut: Cut
+    # Whether autocast is on in the forward, see `CompiledSection.without_autocast`.
     was_autocast_on: bool
+
+    @property
+    def final_elsewhere(self) -> set[ParameterIndex]:
+        """The parameters that graphs before this one use too: their gradients are final there."""
+        return {parameter.index for parameter in self.arrives_after}
 
     def may_fall_back_for(self, reason: Reason) -> bool:
         """Whether the graph may be cut in another way, or not at all, for this reason.
 
-        Where it may communicate, only for a reason that holds on all ranks or on none: a rank that
-        does not cut the graph as others do issues its collectives and DDP's in another order.
+        A graph that may communicate may be only for a reason that holds on all ranks or on none: a
+        rank that does not cut the graph as others do issues the graph's collectives and DDP's
+        allreduces in another order.
         """
         return reason.is_alike or not self.communicates
 
 
 def new_cut(gm: fx.GraphModule, options: Options) -> Cut:
-    """The record of a graph of which nothing is known yet: no sections, no buckets, no reason."""
+    """The record of a graph that is yet to be cut: no sections, no buckets, no reason."""
     calls, num_collectives = call_nodes(gm.graph), 0
-    with contextlib.suppress(TorchDriftError):  # all that is lost is a comparison of ranks
+    # A graph that stays whole because torch has moved a name has a record too. Where the name is
+    # one that `may_communicate` needs, ranks are not compared by this number.
+    with contextlib.suppress(TorchDriftError):
         num_collectives = sum(map(may_communicate, calls))
     return Cut(
         graph=_torch.graph_name(gm),
@@ -97,35 +109,42 @@ def read_graph(
     ddp: DistributedDataParallel,
     options: Options,
 ) -> DynamoGraph:
-    """Read Dynamo's graph, and what is known of the graphs around it."""
+    """Read Dynamo's graph, and what is known of the graphs around it.
+
+    Raises:
+        TorchDriftError: torch has moved a private name that is needed.
+    """
     _torch.check_dynamo_graph(gm)
     copied = copy_for_cutting(gm)
     name, ddp_state = _torch.graph_name(gm), state.get(ddp)
 
-    # The Reducer's parameters, and which of them this graph uses.
+    # The Reducer's parameters, and which of them this graph uses. The Reducer keeps parameters that
+    # were frozen after it was made; they get no gradient, so they count as not used.
     reduced = _torch.reducer_parameters(ddp)
     trained = {tensor: p for tensor, p in reduced.items() if tensor.requires_grad}
     indices_of = parameters_of(copied, example_inputs, trained)
+    # In the module as it is now: a parameter that has left it has no path.
+    path_by_tensor = _torch.names_now(ddp)
+    path_of = {p.index: path_by_tensor.get(tensor) for tensor, p in reduced.items()}
     argument_of: dict[ParameterIndex, Argument] = {}
-    for argument, node in numbered(Argument, copied.graph.find_nodes(op="placeholder")):
-        for index in indices_of.get(node, ()):
+    path_of_input: dict[fx.Node, str] = {}
+    for argument, placeholder in numbered(Argument, copied.graph.find_nodes(op="placeholder")):
+        for index in indices_of.get(placeholder, ()):  # one at most
             argument_of[index] = argument
+            path = path_of[index]
+            if path is not None:
+                path_of_input[placeholder] = path
 
     # Where the graph stands among others under the same module.
     arrives_before, arrives_after = ddp_state.arrival_around(name)
-    name_of = _torch.names_now(ddp)
-    path_of = {p.index: name_of[tensor] for tensor, p in reduced.items() if tensor in name_of}
-    module_path = frame_module(
-        {node: path_of[index] for node, (index, *_) in indices_of.items() if index in path_of}
-    )
-    # Whether this graph begins the module's forward, and whether it ends it.
+    module_path = frame_module(path_of_input)  # of the module whose forward Dynamo traced
     is_of_root = _torch.is_whole_forward(module_path)
     others = Others.around(
         begins=not (ddp_state.has_begun_forward or _torch.follows_graph_break()),
         ends=is_of_root and not _torch.ends_in_graph_break(gm),
         may_be_unused=ddp.static_graph,
     )
-    root = _torch.unwrap_compiled(ddp.module)
+    root = _torch.unwrap_compiled(ddp.module)  # a wrapper has no parameter itself
     of_root = {p.index for tensor in root.parameters(recurse=False) if (p := reduced.get(tensor))}
 
     uses = read_uses(copied, indices_of, {p.index for p in arrives_after})
@@ -137,7 +156,7 @@ def read_graph(
         options=options,
         ddp_state=ddp_state,
         num_inputs=len(example_inputs),
-        parameters={
+        is_trained={
             argument: value.requires_grad
             for argument, value in numbered(Argument, example_inputs)
             if isinstance(value, nn.Parameter)

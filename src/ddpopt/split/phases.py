@@ -42,9 +42,11 @@ class CutGoal:
     goal: Goal = Goal.IN_FORCE
     # The plan's buckets. EXPECTED alone has them.
     expected: Buckets | None = None
-    # Whether the code that is compiled now is dropped when this goal is reached. It is a part of
-    # the rules that guards compare. A search of a backward's cuts has no need of that, and a copy
-    # that a check makes has its original's value, whose code it runs: so it is no goal of its own.
+    # Whether the code that is compiled now is compiled anew once a search ends, or a plan is
+    # applied. Guards compare it, as a part of `ReducerRules`, so that such code is not run any more
+    # then. It is no goal of its own: a search needs it only where forwards are cut, in which
+    # needless sections cost time; and the copy of a module that a check makes, which runs the
+    # original's code, has the original's value, whatever the copy's goal is.
     is_provisional: bool = False
 
     def __post_init__(self) -> None:
@@ -68,28 +70,35 @@ class Answer(enum.Enum):
 
 
 class ReducerBuckets:
-    """What is known of the buckets that a module's Reducer has; another Reducer has another one."""
+    """What is known of the buckets of one Reducer; where a module gets another, this is made anew.
+
+    `ddp`, in all methods, is the module that has the Reducer.
+    """
 
     def __init__(self, origin: Origin = Origin.FORMED, given: Buckets | None = None) -> None:
         """Note whose the buckets are, and which ones the Reducer was `given`."""
         assert (origin is Origin.FORMED) == (given is None)
         self.origin = origin
         self.answer = Answer.AWAITED
-        # As they were given, then as the Reducer has told them.
+        # As they were given, then as the Reducer has told them; None before either.
         self._known = given
         self._num_questions = 0
 
     def ask(self, ddp: DistributedDataParallel) -> int:
         """Ask the Reducer for its buckets; return how often it was asked.
 
+        The runners of graphs do so in each step, until there is an answer or they have asked often.
+
         Raises:
             TorchDriftError: this release does not report them, now or later.
         """
         self._num_questions += 1
-        self.answer = Answer.NONE
+        self.answer = Answer.NONE  # which it stays if asking raises
         told = _torch.final_buckets(ddp)
-        self.answer = Answer.AWAITED if told is None else Answer.TOLD
-        self._known = self._known if told is None else told
+        if told is None:
+            self.answer = Answer.AWAITED
+        else:
+            self.answer, self._known = Answer.TOLD, told
         return self._num_questions
 
     @property
@@ -100,11 +109,12 @@ class ReducerBuckets:
     def find(self, ddp: DistributedDataParallel) -> Buckets | None:
         """The Reducer's buckets; None if it has yet to form them, or does not tell.
 
-        Those that DDP has had from the start, or since steps that ran no code of ours, are asked
-        for anew each time: with `find_unused_parameters` buckets are final until somebody calls
-        `_set_static_graph()`.
+        A compile may need them before any runner has asked: DDP may have had them from the start,
+        or since steps that ran no code of ours. What the Reducer says here is not kept: with
+        `find_unused_parameters` buckets are final until somebody calls `_set_static_graph()`.
         """
-        is_open = self._known is None and self.answer is Answer.AWAITED
-        if is_open and not _torch.will_rebuild_buckets(ddp):
-            return _torch.final_buckets(ddp)
-        return self._known
+        if self._known is not None:
+            return self._known
+        if self.answer is Answer.NONE or _torch.will_rebuild_buckets(ddp):
+            return None
+        return _torch.final_buckets(ddp)

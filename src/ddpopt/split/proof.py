@@ -60,6 +60,7 @@ from ddpopt._indices import (
     BEFORE_ALL_CALLS,
     Argument,
     Call,
+    FunctionNumber,
     ParameterIndex,
     Place,
     SectionIndex,
@@ -120,7 +121,7 @@ class Releases:
     # For the gradient of each argument, how many others autograd releases before it.
     num_before: Mapping[Argument, int] = field(default_factory=dict)
     # The arguments that go straight into each `autograd.Function`, by its number.
-    function_arguments: Mapping[int, AbstractSet[Argument]] = field(default_factory=dict)
+    function_arguments: Mapping[FunctionNumber, AbstractSet[Argument]] = field(default_factory=dict)
 
 
 def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is proven against

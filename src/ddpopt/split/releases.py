@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from ddpopt import _torch
-from ddpopt._indices import Argument, numbered
+from ddpopt._indices import Argument, FunctionNumber, numbered
 from ddpopt.split.nodes import graphs_of, name_of
 
 _MARK = "ddpopt_num_released"
@@ -116,14 +116,14 @@ _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
 # ---- Functions, for the proof ----------------------------------------------------------------
 
 
-def mark_functions(gm: fx.GraphModule) -> dict[int, frozenset[Argument]]:
+def mark_functions(gm: fx.GraphModule) -> dict[FunctionNumber, frozenset[Argument]]:
     """Number the calls of `autograd.Function`s in Dynamo's graph, and mark their backward's calls.
 
     Returns, by a Function's number, the arguments of the graph that are inputs of the Function.
     Their gradients are released behind the last marked call. So the proof can check release places
     without `ReleaseOrder`, from which sections were chosen.
     """
-    arguments_of: dict[int, frozenset[Argument]] = {}
+    arguments_of: dict[FunctionNumber, frozenset[Argument]] = {}
     placeholders = gm.graph.find_nodes(op="placeholder")
     argument_of = {node: argument for argument, node in numbered(Argument, placeholders)}
     _mark_functions(gm, argument_of, arguments_of)
@@ -133,7 +133,7 @@ def mark_functions(gm: fx.GraphModule) -> dict[int, frozenset[Argument]]:
 def _mark_functions(
     gm: fx.GraphModule,
     argument_of: Mapping[fx.Node, Argument],
-    arguments_of: dict[int, frozenset[Argument]],
+    arguments_of: dict[FunctionNumber, frozenset[Argument]],
 ) -> None:
     """Mark the Functions of one graph and of those that its operators run.
 
@@ -145,7 +145,7 @@ def _mark_functions(
         if not graphs:
             continue
         if _torch.applies_function(name_of(node)):
-            number = len(arguments_of)
+            number = FunctionNumber(len(arguments_of))
             sources = [argument_of[n] for n in node.all_input_nodes if n in argument_of]
             arguments_of[number] = frozenset(sources)
             _, backward, *_ = graphs
@@ -181,9 +181,10 @@ def _arguments_passed_on(
     return passed_on
 
 
-def function_of(call: fx.Node) -> int | None:
+def function_of(call: fx.Node) -> FunctionNumber | None:
     """The number of the Function in whose backward a call was made; None for any other call."""
-    return _torch.mark_of(call, _FUNCTION_MARK)
+    number = _torch.mark_of(call, _FUNCTION_MARK)
+    return None if number is None else FunctionNumber(number)
 
 
 # ---- The operators ---------------------------------------------------------------------------

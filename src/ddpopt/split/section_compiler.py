@@ -19,18 +19,18 @@ _T = TypeVar("_T")
 class SectionCompiler:
     """Compiles the sections of one graph."""
 
-    graph: str
+    graph: str  # its name
     num_sections: int
     _began_s: float = field(default_factory=time.monotonic)
-    _reported_s: float = 0.0
+    _reported_s: float = 0.0  # how long sections had been compiled at the last report
 
     def compile(self, index: int, description: str, compile_it: Callable[[], _T]) -> _T:
-        """Compile a section by calling `compile_it`.
+        """Compile the section of this index by calling `compile_it`; return what that returns.
 
-        Where all sections together take long, rank 0 says at times which one it has come to.
+        Where all sections together take long, a message says at times which one is being compiled.
 
         Raises:
-            NotCutError: `compile_it` raised on the section of that description.
+            NotCutError: `compile_it` raised; the error has the section's `description`.
         """
         taken_s = time.monotonic() - self._began_s
         if taken_s >= self._reported_s + _QUIET_S:
