@@ -85,33 +85,34 @@ _FINE_ENDS = (1 / 64, 1 / 32, *(k / 16 for k in range(1, 16)), 31 / 32, 63 / 64)
 def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
     """Small buckets at whose ends a graph is cut while the best buckets are being searched.
 
-    There are about twenty at most, so that cuts stay cheap. They have no limit in bytes, and so 0
-    for the limit.
+    They serve any buckets that come of the search, see [Note: tuning] in planning/tuner.py. There
+    are about twenty at most, so that cuts stay cheap. `arrival` has the parameters in the order in
+    which their gradients arrive.
     """
     total_bytes = sum(parameter.num_bytes for parameter in arrival)
     ends_bytes = [fraction * total_bytes for fraction in _FINE_ENDS]
-    # The members of each fine bucket, by how many ends lie before their first byte.
-    members_by_part: dict[int, list[Parameter]] = {}
+    # A parameter belongs to the interval between two ends in which its first byte lies, so that an
+    # interval may have no member.
+    members_of: dict[int, list[Parameter]] = {}
     start_bytes = 0
     for parameter in arrival:
-        part = bisect.bisect_right(ends_bytes, start_bytes)
-        members_by_part.setdefault(part, []).append(parameter)
+        interval = bisect.bisect_right(ends_bytes, start_bytes)
+        members_of.setdefault(interval, []).append(parameter)
         start_bytes += parameter.num_bytes
-    return number_buckets([(members, 0) for members in members_by_part.values()])
+    no_limit_bytes = 0  # the Reducer forms none of these buckets, so no cap of its limits them
+    return number_buckets([(members, no_limit_bytes) for members in members_of.values()])
 
 
-def _require_two_parts(bucket_parts: Sequence[Sequence[Parameter]]) -> None:
-    """Raise NotCutError unless a graph releases gradients of two buckets or more.
+def _too_few_buckets(bucket_parts: Sequence[Sequence[Parameter]]) -> Reason | None:
+    """The reason that no bucket can be released before another: the graph has one, or none.
 
-    A cut only helps if it releases one bucket before another. A graph that communicates is cut at
-    its collectives too, even with one bucket: this is asked of it only where it has no boundary at
-    all. `bucket_parts` is what `parts_of_buckets` returned: the graph's own parameters, bucket by
-    bucket, without the buckets of which it has none.
+    None if it has parameters of two buckets or more. `bucket_parts` is what `parts_of_buckets`
+    returned. A graph that may communicate is cut all the same, see [Note: collectives]: of it this
+    is only asked, for the reason to tell, if it gets no boundary at its collectives.
     """
     if not bucket_parts:
-        raise NotCutError(Reason.NO_PARAMETERS)
-    if len(bucket_parts) == 1:
-        raise NotCutError(Reason.ONE_BUCKET)
+        return Reason.NO_PARAMETERS
+    return Reason.ONE_BUCKET if len(bucket_parts) == 1 else None
 
 
 # ---- Forward ---------------------------------------------------------------------------------
@@ -123,35 +124,39 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     Buckets are launched in order, so a bucket is complete once backward has passed the first uses
     of its own parameters and of all earlier buckets'. A boundary goes in front of the first of
     these uses. If none is legal there, it moves towards the graph's start: it still completes every
-    bucket that it did.
+    bucket that it did. A graph that may communicate gets boundaries behind its collectives as well,
+    also if it has one bucket only.
 
     Raises:
         NotCutError: the graph should stay whole.
     """
     bucket_parts = parts_of_buckets(buckets, facts.first_use)
+    too_few = _too_few_buckets(bucket_parts)
     communicates = any(facts.communicates)
-    if not communicates:
-        _require_two_parts(bucket_parts)
+    if too_few and not communicates:
+        raise NotCutError(too_few)
     use_of = {p: facts.first_use[p.index] for part in bucket_parts for p in part}
-    # How far towards the graph's start backward has to come, bucket by bucket.
-    firsts = [Position(min(use_of[p] for p in part)) for part in bucket_parts]
-    positions = sorted(set(itertools.accumulate(firsts, min)))
-    if len(positions) == 1 and not communicates:
+    # The first uses, in graph order, at which backward completes a bucket or several.
+    first_uses = [Position(min(use_of[p] for p in part)) for part in bucket_parts]
+    completing_uses = sorted(set(itertools.accumulate(first_uses, min)))
+    if len(completing_uses) == 1 and not communicates:
         raise NotCutError(Reason.COMPLETE_TOGETHER)
+    # The graph's start in front of all stands for "no legal boundary".
     legal = [Position(0)]
     legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
     wanted: set[Position] = set()
-    # Not at the first position, the last bucket's: that bucket is complete at backward's end.
-    for position in positions[1:]:
-        wanted.add(legal[bisect.bisect_right(legal, position) - 1])
+    # None in front of the first of these uses: behind it backward completes no further bucket.
+    for use in completing_uses[1:]:
+        wanted.add(_last_bound_in_front_of(use, legal))
     wanted.update(_bounds_behind_collectives(facts, legal))
-    inner_bounds = _drop_empty_sections(wanted - {Position(0)}, facts)
+    inner_bounds = _without_needless_bounds(wanted - {Position(0)}, facts)
     bounds = [Position(0), *inner_bounds, Position(facts.num_calls)]
     if communicates:
-        _require_collectives_first(facts, bounds)
+        # A boundary behind a collective may have been left out.
+        _require_collectives_last(facts, bounds)
     if not inner_bounds:
-        _require_two_parts(bucket_parts)
-        raise NotCutError(Reason.NO_LEGAL_CUT)
+        raise NotCutError(too_few or Reason.NO_LEGAL_CUT)
+    # The last use arrives first; of uses by one call, as `order_arrival` has it.
     arrival = sorted(use_of, key=lambda p: (-use_of[p], -p.index))
     section_of = {p: _section_at(bounds, Position(use_of[p])) for p in arrival}
     return make_sections(bounds, section_of, facts.call_names, facts.is_fixed)
@@ -160,6 +165,11 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
 def _section_at(bounds: Sequence[Position], position: Position) -> SectionIndex:
     """The section in which the call at a position is; `bounds` begin and end with the graph's."""
     return SectionIndex(bisect.bisect_right(bounds, position) - 1)
+
+
+def _last_bound_in_front_of(call: int, legal: Sequence[Position]) -> Position:
+    """The last legal boundary in front of a call; `legal` begins with 0, the graph's start."""
+    return legal[bisect.bisect_right(legal, call) - 1]
 
 
 def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -> list[Position]:
@@ -171,7 +181,8 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -
         2  z = matmul(s, w1)        before it releases the gradient of w1
 
     See [Note: collectives]. No boundary is needed between a first use and a collective of the same
-    call (a checkpoint, an operator with weights).
+    call (a checkpoint, an operator with weights). `legal` has the graph's start, 0, and all legal
+    boundaries, in order. A graph without collectives needs none of these boundaries.
 
     Raises:
         NotCutError: a boundary is needed where none is possible.
@@ -181,9 +192,11 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -
     collective: Call | None = None  # the last one since the last boundary
     for call in map(Call, range(facts.num_calls)):
         if call in first_uses and collective is not None:
-            bound = legal[bisect.bisect_right(legal, call) - 1]
+            bound = _last_bound_in_front_of(call, legal)
             if bound <= collective:
                 names = f"{facts.call_names[collective]} and {facts.call_names[call]}"
+                # A rank on which these sizes are numbers has the boundary, and cuts the graph; so
+                # this reason, unlike the next, does not hold on all ranks alike.
                 if any(facts.legal_bounds_without_sizes[collective + 1 : call + 1]):
                     raise NotCutError(
                         Reason.COLLECTIVES_AND_SIZES,
@@ -198,7 +211,7 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -
     return bounds
 
 
-def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[Position]) -> None:
+def _require_collectives_last(facts: ForwardFacts, bounds: Sequence[Position]) -> None:
     """Raise NotCutError if a section has a first use behind a collective."""
     first_uses = set(facts.first_use.values())
     for start, stop in itertools.pairwise(bounds):
@@ -209,15 +222,17 @@ def _require_collectives_first(facts: ForwardFacts, bounds: Sequence[Position]) 
             raise NotCutError(Reason.COLLECTIVES, f"one is needed behind {name}")
 
 
-def _drop_empty_sections(bounds: Collection[Position], facts: ForwardFacts) -> list[Position]:
-    """The boundaries behind sections that pass something on and have a parameter's first use.
+def _without_needless_bounds(bounds: Collection[Position], facts: ForwardFacts) -> list[Position]:
+    """Those of the boundaries, in order, between sections that are of use on their own.
 
-    split_module drops a section without outputs. The backward of a section without a first use
-    completes no gradient, so it may as well be one with the next section's; but not if it has
-    collectives, which the next section's first uses must not stand behind.
+    Such a section passes something on, or split_module would drop it, and it has a parameter's
+    first use: the backward of one that has none completes no gradient, so it may as well be one
+    with the next section's. A section with collectives but no first use stays apart, since the next
+    section's first uses must not stand behind a collective, see [Note: collectives].
     """
 
     def passes_on(start: int, stop: int) -> bool:
+        """Whether a call from `stop` on, or the output, uses what calls before it make or write."""
         return any(last >= stop for last in facts.last_effect[start:stop])
 
     kept: list[Position] = []
@@ -264,7 +279,8 @@ def choose_backward_sections(
         buckets: those at which to cut, in launch order.
         argument_of: by which argument of the forward each parameter comes in.
         final: the place at which the gradient of each parameter is final, as `final_places` found
-            it: without parameters that a graph whose backward comes later uses again.
+            it. It lacks a parameter that another graph uses too if the backward of that graph runs
+            later: the gradient is released here as well, but completes no bucket.
 
     Raises:
         NotCutError: the graph should stay whole.
@@ -273,7 +289,8 @@ def choose_backward_sections(
     released = [part.arguments for part in parts]
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
-    order = _order_calls(facts, stage)
+    elements_of = _pull_elements(facts, stage)
+    order = _order_calls(facts, stage, elements_of)
     # The end of each stage in that order.
     num_calls = collections.Counter(stage[call] for call in order)
     stages = map(Stage, range(len(parts)))
@@ -281,6 +298,7 @@ def choose_backward_sections(
     ready_at = _ready_at(facts, order, in_parts={*itertools.chain(*released)})
     inner_bounds = _choose_bounds(facts, order, ends, {*ready_at.values()})
     if not inner_bounds:
+        # One stage has all calls, or no boundary behind another one is possible.
         communicates = any(facts.communicates)
         raise NotCutError(Reason.COLLECTIVES if communicates else Reason.COMPLETE_TOGETHER)
     bounds = [Position(0), *inner_bounds, Position(len(order))]
@@ -305,6 +323,7 @@ def choose_backward_sections(
         order=tuple(order),
         sections=sections,
         releases=_choose_releases(facts, bounds, released_in, ready_at),
+        # The first section runs before any release, so it may read the memory itself.
         snapshot_reads={
             call: memories
             for call, memories in facts.snapshot_reads.items()
@@ -329,19 +348,20 @@ def _choose_parts(
     bucket_parts: Sequence[Sequence[Parameter]],
     argument_of: Mapping[ParameterIndex, Argument],
 ) -> list[_Part]:
-    """What is released together: the part of each bucket, divided by collectives.
+    """Which gradients are released together: those of one bucket, divided by collectives.
 
     See [Note: collectives]. Only in a graph that may communicate do the parts have gradients that
-    are in no bucket: a hook on such a gradient may communicate too.
+    are in no bucket: a hook on such a gradient may communicate too. `bucket_parts` is what
+    `parts_of_buckets` returned.
 
     Raises:
         NotCutError: there is one part only, of one bucket or of none.
     """
-    # Where ranks divide at buckets alone, which may differ, they wait for each other (splits.md,
-    # fault 16).
+    too_few = _too_few_buckets(bucket_parts)
     collectives = [call for call, communicates in enumerate(facts.communicates) if communicates]
     if not collectives:
-        _require_two_parts(bucket_parts)
+        if too_few:
+            raise NotCutError(too_few)
         return [
             _Part(parameters=part, arguments=[argument_of[p.index] for p in part])
             for part in bucket_parts
@@ -353,7 +373,9 @@ def _choose_parts(
         for parameter in part:
             bucket_of[argument_of[parameter.index]] = bucket
             parameter_of[argument_of[parameter.index]] = parameter
-    # By how many collectives come before the release, and by bucket (None: in no bucket).
+    # By how many collectives come before the release, and by bucket (None: in no bucket). Buckets
+    # may differ between ranks: divided by these alone, ranks would wait for each other (splits.md,
+    # fault 16).
     groups: dict[int, dict[BucketIndex | None, list[Argument]]] = {}
     for argument, place in facts.release_places.items():
         num_before = bisect.bisect_right(collectives, place)
@@ -363,14 +385,17 @@ def _choose_parts(
     for _, by_bucket in sorted(groups.items()):
         in_no_bucket = by_bucket.pop(None, [])
         members = [arguments for _, arguments in sorted(by_bucket.items())] or [[]]
-        members[-1] += in_no_bucket  # a boundary of their own would be one more
+        members[-1] += in_no_bucket  # a part of their own would need one more boundary
         for arguments in members:
             parameters = [parameter_of[a] for a in arguments if a in parameter_of]
             parts.append(_Part(parameters=parameters, arguments=arguments))
     if max(groups, default=0) < len(collectives):
-        parts.append(_Part(parameters=[], arguments=[]))  # behind all releases
+        # The stage of this part is what runs behind all releases, collectives among it. Without it
+        # these collectives would run before the last part is released.
+        parts.append(_Part(parameters=[], arguments=[]))
     if len(parts) == 1:
-        _require_two_parts(bucket_parts)
+        assert too_few is not None, "two buckets make two parts"
+        raise NotCutError(too_few)
     return parts
 
 
@@ -382,12 +407,13 @@ def _require_order_of_collectives(
 ) -> None:
     """Require as many collectives before each release as in the graph, see [Note: collectives].
 
+    `released_in` has the gradients of all parts, by argument, with the section that releases each.
     A collective may have moved in front of a release: a call that reads a parameter has to run
     before the parameter's gradient is released, even if the call stands behind that place, and so
     have all calls on which it depends.
 
     Raises:
-        NotCutError: that is not so.
+        NotCutError: a collective would run on the other side of a release.
     """
     arguments = sorted(released_in, key=facts.release_places.__getitem__)
     places = [facts.release_places[argument] for argument in arguments]
@@ -400,16 +426,18 @@ def _require_order_of_collectives(
     for position, call in numbered(Position, order):
         if facts.communicates[call]:
             section = _section_at(bounds, position)
+            # A section releases its gradients behind all of its calls: it may have a collective in
+            # front of a release, but none behind one.
             num_before = bisect.bisect_left(places, call)
             if not last_before[num_before] < section <= first_behind[num_before]:
                 raise NotCutError(Reason.COLLECTIVES, f"{facts.call_names[call]} would move")
 
 
 def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]]) -> list[Stage]:
-    """The stage of each call: the number of the first part of `released` that waits for the call.
+    """The stage of each call: the number of the first part that waits for the call.
 
-    A part's gradients are released together: `released` has the arguments to which they belong.
-    Unless the graph may communicate, a part is what the graph has of one bucket.
+    `released` has, for each part, the arguments whose gradients are released together, see
+    `_choose_parts`. A call for which none waits gets the stage in which it stands, or the last one.
     """
     last = Stage(len(released) - 1)
     stage = [last] * len(facts.reads)
@@ -419,7 +447,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     for k, arguments in numbered(Stage, released):
         for argument in arguments:
             reached = max(reached, facts.release_places[argument])
-            # The part waits for what makes its gradients, and for what reads its parameters: a hook
+            # The part waits for what makes its gradients, and for what reads the arguments: a hook
             # may update a parameter once its gradient is released.
             readers = facts.memory_reads.get(memory_of_argument(argument), ())
             for call in (*facts.gradients[argument], *readers):
@@ -436,6 +464,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
             for call in calls:
                 stands_at.setdefault(call, Place(call))
     for call, place in stands_at.items():
+        # The first part with a release at or behind this place; behind all releases there is none.
         stage[call] = min(stage[call], Stage(bisect.bisect_left(reached_by, place)))
     _stage_needed_calls(facts, stage)
     return stage
@@ -444,17 +473,18 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
 def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
     """Move calls to earlier stages, so that none runs later than a call that depends on it."""
     # From the last call to the first, so that a call's stage is final before it moves the calls on
-    # which it depends. `following` is the stage of the next effect: effects keep their order.
-    following = max(stage, default=Stage(0))
+    # which it depends. Effects keep their order.
+    stage_of_next_effect = max(stage, default=Stage(0))
     for call in map(Call, reversed(range(len(facts.reads)))):
         if call in facts.epilogue_copies:
-            # Calls that read the old value come first (splits.md, fault 3). Other effects do not
-            # matter here.
+            # Calls that read or write the same memory before the copy run no later than it
+            # (splits.md, fault 3). With effects elsewhere such a copy has no order: it writes this
+            # memory and does nothing else.
             for reader in facts.memory_reads[facts.epilogue_copies[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])
         elif facts.is_ordered[call]:
-            following = stage[call] = min(stage[call], following)
+            stage_of_next_effect = stage[call] = min(stage[call], stage_of_next_effect)
         for source in facts.reads[call]:
             stage[source] = min(stage[source], stage[call])
 
@@ -476,22 +506,23 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[Stage]) -> None:
     for gradient in itertools.chain.from_iterable(facts.gradients.values()):
         fused_calls = _fused_calls_of(gradient, facts, readers)
         if any(facts.is_ordered[call] for call in fused_calls):
-            # With an earlier bucket it would pass other calls with effects (splits.md, fault 1).
+            # At an earlier stage the effect would pass those of the calls between (splits.md,
+            # fault 1).
             continue
-        # The latest stage from which these calls read, and whether they would be fused with a call
-        # of that stage. If they read several, one that they would be fused with counts.
         outside = [
-            (stage[source], tie in _FUSED)
+            (source, tie)
             for call in fused_calls
             for source, tie in facts.reads[call].items()
             if source not in fused_calls
         ]
-        reads_from, is_fused = max(outside, default=(stage[gradient], False))
-        if is_fused and reads_from < stage[gradient]:
+        # At the latest stage from which they read, all is there that these calls need.
+        latest = max((stage[source] for source, _ in outside), default=stage[gradient])
+        is_fused = any(stage[source] == latest and tie in _FUSED for source, tie in outside)
+        if is_fused and latest < stage[gradient]:
             for call in fused_calls:
                 # One may be a gradient of a still earlier stage, where it is released (splits.md,
                 # fault 2).
-                stage[call] = min(stage[call], reads_from)
+                stage[call] = min(stage[call], latest)
 
 
 def _fused_calls_of(
@@ -509,42 +540,55 @@ def _fused_calls_of(
     return fused_calls
 
 
-def _order_calls(facts: BackwardFacts, stage: list[Stage]) -> list[Call]:
-    """The calls stage by stage, each tuple being taken apart right after its maker.
+def _pull_elements(facts: BackwardFacts, stage: list[Stage]) -> dict[Call, list[Call]]:
+    """Move each call that takes a tuple apart to the stage of the call that makes the tuple.
 
-    A call that takes a tuple apart gets the stage of the tuple's maker.
+    No boundary can separate the two. Returns the calls that take a tuple apart, by its maker.
     """
-    elements: dict[Call, list[Call]] = {}
-    roots = []
+    elements_of: dict[Call, list[Call]] = {}
     for call, reads in numbered(Call, facts.reads):
         if len(reads) == 1:
             ((maker, tie),) = reads.items()
             if tie is Tie.TUPLE:
                 stage[call] = stage[maker]
-                elements.setdefault(maker, []).append(call)
-                continue
-        if not facts.is_view_or_constant[call]:
-            roots.append(call)
+                elements_of.setdefault(maker, []).append(call)
+    return elements_of
+
+
+def _order_calls(
+    facts: BackwardFacts, stage: Sequence[Stage], elements_of: Mapping[Call, Sequence[Call]]
+) -> list[Call]:
+    """The calls stage by stage, each tuple being taken apart right after its maker.
+
+    Without views and constants, which each section makes itself. `elements_of` is what
+    `_pull_elements` returned.
+    """
+    elements = set(itertools.chain.from_iterable(elements_of.values()))
+    others = []
+    for call, is_view_or_constant in numbered(Call, facts.is_view_or_constant):
+        if not is_view_or_constant and call not in elements:
+            others.append(call)
     order: list[Call] = []
-    for call in sorted(roots, key=lambda call: (stage[call], call)):
+    for call in sorted(others, key=lambda call: (stage[call], call)):
         # Behind each call come its elements, in their order: the stack's last is taken first.
         pending = [call]
         while pending:
             order.append(pending.pop())
-            pending.extend(reversed(elements.get(order[-1], ())))
+            pending.extend(reversed(elements_of.get(order[-1], ())))
     return order
 
 
 def _ready_at(
     facts: BackwardFacts, order: Sequence[Call], in_parts: Collection[Argument]
 ) -> dict[Argument, Position]:
-    """For each gradient that is in no part: behind which position it may be released.
+    """For each gradient that is in no part: behind which call of `order` it may be released.
 
-    Behind that position the gradient exists, its argument is no longer read, and all calls have run
-    of which a hook on the gradient could tell.
+    Behind the call at that position the gradient exists, its argument is no longer read, and all
+    calls have run of which a hook on the gradient could tell. It is 0 for a gradient that waits for
+    no call.
     """
     position_of = {call: position for position, call in numbered(Position, order)}
-    # At which position the last of the observable calls runs that stand before each place.
+    # For each k: the position by which the first k observable calls, by their places, have run.
     observable = sorted(facts.observable_calls, key=facts.observable_calls.__getitem__)
     places = [facts.observable_calls[call] for call in observable]
     positions = (position_of[call] for call in observable)
@@ -568,11 +612,12 @@ def _choose_bounds(
     """The boundaries: behind each stage but the last, the cheapest one allowed.
 
     Bytes may differ among ranks. So for bytes no boundary moves past what a hook may tell: a
-    gradient, a position at which one is ready for its release, a call with effects.
+    gradient, a position at which one is ready for its release, a call with effects. `ends` are the
+    positions at which stages end; the last one is the graph's end.
     """
     costs = _bound_costs(facts, order)
-    # Where a graph communicates, the first section may do no more than release a gradient that is
-    # there from the start.
+    # A section without calls releases a gradient that is there from the start. That is worth no
+    # section, unless a collective comes behind the release.
     earliest = 0 if any(facts.communicates) else 1
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
     stops = [
@@ -582,13 +627,15 @@ def _choose_bounds(
     bounds: set[Position] = set()
     for end, following in itertools.pairwise(sorted(set(ends))):
         if end <= max(bounds, default=-1):
-            continue  # a tuple in between: the bucket is complete at an earlier stage's boundary
+            # The last boundary had to move behind this stage, too, for a value that cannot cross.
+            continue
         # `start` is the first possible boundary (behind all calls one always is). From there it may
-        # move on, but not past the next stage's first call that stops it.
+        # move on, up to the next stage's first call that stops it; if none does, it stays.
         start = next(p for p in range(max(end, earliest), len(costs)) if costs[p] is not None)
         stop = next((p for p in range(start, following) if stops[p]), start)
         legal = (p for p in range(start, stop + 1) if costs[p] is not None)
         bounds.add(Position(min(legal, key=lambda p: (costs[p], p))))
+    # One behind all calls separates nothing.
     return sorted(bound for bound in bounds if bound < len(order))
 
 
@@ -603,8 +650,9 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[tuple[int,
 
     A cost is how many reads would see a value rounded that is not rounded in the whole graph, and
     then the bytes that have to be kept across the boundary. The bytes of a value that a fusion
-    would never have written, as of `c`, count twice. It is None where no boundary is possible.
-    Inputs of the graph cost nothing: they are there anyway.
+    would never have written, as of `c`, count twice. It is None where a value would cross that must
+    not: a tuple, or one that may be in memory of the program's, see `Tie`. Inputs of the graph cost
+    nothing: they are there anyway.
     """
     position_of = {call: position for position, call in numbered(Position, order)}
     num_bounds = len(order) + 1
@@ -643,7 +691,7 @@ def _choose_releases(
     released_in: Mapping[Argument, SectionIndex],
     ready_at: Mapping[Argument, Position],
 ) -> tuple[tuple[Argument, ...], ...]:
-    """For each section: the arguments whose gradients it releases.
+    """For each section: the arguments whose gradients it releases, in ascending order.
 
     Gradients of parts are released in the sections that `released_in` gives, and any other gradient
     in the first section that runs all for which it has to wait, see `_ready_at`.
