@@ -585,6 +585,24 @@ def test_a_forward_with_effects_in_another_section_than_the_cut_says_is_found(
         prove_forward(*forward._replace(cut=cut))
 
 
+class _GradientsOnInAutocast(MLP):
+    """Gradients are off from before a region under autocast until somewhere in it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        scale = x.mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.set_grad_enabled(True)
+            y = super().forward(x * scale)
+        return super().forward(y.float())
+
+
+def test_gradients_may_be_switched_on_within_an_autocast_that_began_without(one_rank: None) -> None:
+    ddp = DistributedDataParallel(_GradientsOnInAutocast(), bucket_cap_mb=0.03)
+    compiled(ddp, "eager", split="forward")(torch.randn(2, WIDTH))
+    assert only_cut(ddp).sections, only_cut(ddp)
+
+
 @pytest.mark.quick("auto")
 @pytest.mark.parametrize("split", ["auto", "forward"])
 def test_what_is_not_proven_is_compiled_whole_with_a_warning(

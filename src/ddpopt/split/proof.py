@@ -116,7 +116,10 @@ def _require(holds: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """What `releases.py` noted of a graph: where autograd releases gradients."""
+    """Where autograd released gradients while AOTAutograd traced a graph, as `releases.py` has it.
+
+    Empty of a graph of which nothing was noted.
+    """
 
     # For the gradient of each argument, how many others autograd releases before it.
     num_before: Mapping[Argument, int] = field(default_factory=dict)
@@ -139,13 +142,14 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     Once a gradient is released, its memory must not be read any more, since DDP writes the reduced
     gradient to it, nor its parameter, which a hook may update. No section keeps for a later one a
     value that its compiler may have put into memory of the program's. And each section checks
-    whether a hook has written to the program's tensors that it reads.
+    whether a hook has written to the program's tensors that it reads. What else is shown is in
+    [Note: proof]. This runs once for each cut backward, before its sections are compiled.
 
     Args:
         gm: the whole backward graph.
         cut: the record of its sections, which is to be shown right.
         sections: their graphs, in the order in which they run.
-        reachable: what `find_reachable` returned for it.
+        reachable: what `find_reachable` returned for the whole graph.
         argument_of: by which argument of the forward each DDP parameter comes in.
         unwritten: the arguments that are parameters to which nobody writes before their gradients
             are released, as for `read_backward`.
@@ -159,8 +163,9 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
 
     def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
         """The memory that a call returns: that of inputs of which it is a view, or new memory."""
-        if node.target is operator.getitem and not _viewed_inputs(node.all_input_nodes[0]):
-            return (("element", read[0].memory, node.args[1]),)  # of a tuple of new tensors
+        if _takes_new_tensor(node):
+            # Two calls that take the same element get the same tensor, so its index is its memory.
+            return (("element", read[0].memory, node.args[1]),)
         viewed = _viewed_inputs(node)
         memory: list[Hashable] = []
         for source, value in zip(node.all_input_nodes, read, strict=True):
@@ -169,10 +174,12 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
         return tuple(dict.fromkeys(memory)) or (next(new_memory),)
 
     def is_epilogue_copy(node: fx.Node, read: Sequence[_Value]) -> bool:
-        # Inputs have other names in sections: their memory tells which they are.
+        # Inputs have other names in sections: their memory tells which they are, unless they are
+        # tangents, which share one.
         is_copy = node.target is torch.ops.aten.copy_.default and not node.users
         return is_copy and len(read[0].memory) == 1 and _is_reachable(read[0].memory[0])
 
+    # One numbering for both programs, so that equal numbers are equal expressions.
     numbers: dict[Hashable, int] = {}
     whole = _Program(numbers, memory_made_by, is_epilogue_copy)
     split = _Program(numbers, memory_made_by, is_epilogue_copy)
@@ -189,9 +196,8 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     watched_slots = {slot for slot, node in numbered(Slot, placeholders) if node in watched}
     run = _Run(split, watched_slots, slots=dict(numbered(Slot, inputs)))
     argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival}
-    for section, described in zip(sections, cut.sections, strict=True):
-        due = {argument_by_name[name] for name in described.parameters}
-        run.add(section, described, due)
+    for section, recorded in zip(sections, cut.sections, strict=True):
+        run.add(section, recorded, {argument_by_name[name] for name in recorded.parameters})
 
     _require(run.released == expected, "gradients are missing, or computed otherwise")
     _require(whole.effects == split.effects, "calls with effects differ, or their order")
@@ -202,7 +208,8 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     _require(whole.writes == split.writes, "what is written to arguments differs")
     facts = read_backward(gm, reachable, unwritten, releases.num_before)
     calls = call_nodes(gm.graph)
-    # The last section in which each event is: a read by a call that makes a number may be in many.
+    # The last section in which each event is. A call that computes a size from an input's is made
+    # by several sections, and reads the input in each.
     ran_in: dict[Hashable, SectionIndex] = {}
     for event in split.events:
         ran_in[event.what] = max(event.section, ran_in.get(event.what, _FIRST_SECTION))
@@ -216,27 +223,29 @@ class _Run:
     """A run of a backward's sections, as `gates.Run` is one, but symbolic."""
 
     program: _Program
-    # The slots whose tensors later sections than the first have to watch when they read them.
+    # The slots of inputs that each section but the first has to watch if it takes them.
     watched_slots: AbstractSet[Slot]
-    # What there is for the next section, see `Flow`.
+    # The values that the next section may take, see `Flow`.
     slots: dict[Slot, _Value]
-    # The gradients that were released, by argument of the forward, and in which sections.
+    # For each argument of the forward whose gradient was released: the gradient's expression, and
+    # the section that released it.
     released: dict[Argument, Hashable] = field(default_factory=dict)
     released_in: dict[Argument, SectionIndex] = field(default_factory=dict)
-    # The memory that others may write now: that of these gradients, and of their parameters.
+    # The memory that others may write now: that of these gradients, and of their arguments.
     handed_out: set[Hashable] = field(default_factory=set)
 
     def add(
         self,
         section: SectionGraph,
-        described: Section,
-        due: AbstractSet[Argument],
+        recorded: Section,
+        completed: AbstractSet[Argument],
     ) -> None:
-        """Run the next section; require that it does what the cut says of it.
+        """Run the next section; require that it does what the cut's record of it says.
 
-        `due` are the gradients that it has to release.
+        `completed` are the arguments of the forward that are the record's parameters: the section
+        has to release their gradients, and may release others.
         """
-        flow, description = section.flow, f"backward section {described.index}"
+        flow, description = section.flow, f"backward section {recorded.index}"
 
         _require(
             self.slots.keys() >= {*flow.takes}, f"{description} reads a value that is not there"
@@ -244,15 +253,16 @@ class _Run:
         taken = [self.slots[slot] for slot in flow.takes]
         read = {memory for value in taken for memory in value.memory}
         _require(read.isdisjoint(self.handed_out), f"{description} reads what was handed out")
-        watches = self.watched_slots & {*flow.takes} if described.index else set()
+        # The first section runs before any hook of this backward, so it watches nothing.
+        watches = self.watched_slots & {*flow.takes} if recorded.index else set()
         _require(watches == {*flow.watches}, f"{description} watches other inputs")
         for slot in flow.drops:
-            self.slots.pop(slot, None)
+            self.slots.pop(slot, None)  # an empty slot may be emptied again
 
-        self.program.section = described.index
+        self.program.section = recorded.index
         returned = self.program.run(section.graph, taken)
         _require(
-            self.program.num_fixed[-1] == described.num_fixed,
+            self.program.num_fixed[-1] == recorded.num_fixed,
             f"{description} has other calls with effects",
         )
 
@@ -269,9 +279,9 @@ class _Run:
                 argument not in self.released, f"{description} releases gradient {argument} again"
             )
             self.released[argument] = self.program.expression_of(gradient)
-            self.released_in[argument] = described.index
+            self.released_in[argument] = recorded.index
             self.handed_out.update((*gradient.memory, ("reachable", memory_of_argument(argument))))
-        _require(due <= {*flow.releases}, f"{description} does not release what is planned")
+        _require(completed <= {*flow.releases}, f"{description} does not release what is planned")
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -286,10 +296,18 @@ def _viewed_inputs(node: fx.Node) -> list[fx.Node]:
     return [source for source in node.all_input_nodes if storages & _storages(source)]
 
 
+def _takes_new_tensor(node: fx.Node) -> bool:
+    """Whether a call takes a tensor from a tuple of new ones: not of views, as `split` returns."""
+    return node.target is operator.getitem and not _viewed_inputs(node.all_input_nodes[0])
+
+
 def _maker_of(node: fx.Node) -> fx.Node:
-    """The call that made a value, or the input that brought it in, looking through views."""
+    """The call that made a value, or the input that brought it in, looking through views.
+
+    Of an element of a tuple of new tensors, it is the call that takes the element.
+    """
     while node.op != "placeholder" and (viewed := _viewed_inputs(node)):
-        if node.target is operator.getitem and not _viewed_inputs(viewed[0]):
+        if _takes_new_tensor(node):
             break
         node = viewed[0]
     return node
@@ -298,7 +316,11 @@ def _maker_of(node: fx.Node) -> fx.Node:
 def _memory_of_input(
     node: fx.Node, reachable: ReachableMemory, new_memory: Iterator[int]
 ) -> tuple[Hashable, ...]:
-    """The memory of an input of a backward; all tangents share one, as they may."""
+    """The memory of an input of a backward, new if the program cannot reach it.
+
+    All tangents are in one memory besides: two may be one tensor, see [Note: order, as a hook sees
+    it].
+    """
     found = reachable.find(node)
     memory: Hashable = next(new_memory) if found is None else ("reachable", found)
     return (memory, "any tangent's") if _torch.is_tangent(node) else (memory,)
@@ -313,14 +335,15 @@ def _require_order(
 ) -> None:
     """Require that no event is behind a release before which it stands in the whole graph.
 
-    `facts` and `calls` are the whole graph's. Events run, and gradients are released, in the
-    sections given.
+    `facts` and `calls` are the whole graph's. `ran_in` has the section in which each of its events
+    ran, by `_Event.what`, and `released_in` the section in which each gradient was released.
     """
-    # The place of each event in the whole graph.
     place_of_call: dict[fx.Node, Place] = {}
     for call, node in numbered(Call, calls):
+        # An epilogue copy stands elsewhere than at its call.
         place_of_call[node] = facts.observable_calls.get(call, Place(call))
-    before_all = {
+    # The program read this memory in its forward, before any release.
+    reads_of_forward = {
         (calls[call], ("reachable", memory))
         for call, memories in facts.snapshot_reads.items()
         for memory in memories
@@ -329,8 +352,7 @@ def _require_order(
     for event in whole.events:
         _require(event.what in ran_in, f"{event.node.name} is left out")
         place = place_of_call[event.node]
-        # A read ends with the memory. What an effect ends with is in no such pair.
-        if (event.node, event.what[-1]) in before_all:
+        if (event.node, event.memory_read) in reads_of_forward:
             place = BEFORE_ALL_CALLS
         # Two equal reads are one event: both have to come before what the first one stands before,
         # though the second may not stand there. AOTAutograd merges equal calls, so this is rare.
@@ -360,11 +382,16 @@ def _require_whole_nodes(
 
     All calls of one autograd node have one number from AOTAutograd, by which nodes are told apart
     here. But all `autograd.Function`s share the highest number, so their calls have marks of ours.
+    `ran_in` and `released_in` are as for `_require_order`.
     """
     numbers = [_torch.autograd_number(node) for node in call_nodes(gm.graph)]
     functions_number = max((number for number in numbers if number is not None), default=None)
 
     def node_of(call: fx.Node) -> Hashable | None:
+        """The autograd node that made a call; None if that is not known, and nothing is required.
+
+        So it is for a call with the Functions' number and no mark.
+        """
         function = function_of(call)
         if function is not None:
             return ("Function", function)
@@ -375,7 +402,7 @@ def _require_whole_nodes(
     for event in whole.events:
         call = event.node
         if call.target is torch.ops.aten.copy_.default and isinstance(call.args[1], fx.Node):
-            # A write to an argument, at the graph's end: the node is that of the value.
+            # AOTAutograd added this write to an argument: the node is that which made the value.
             call = _maker_of(call.args[1])
         node = node_of(call)
         last_section[node] = max(ran_in[event.what], last_section.get(node, _FIRST_SECTION))
@@ -402,20 +429,25 @@ def _require_collectives_behind(
     ran_in: Mapping[Hashable, SectionIndex],
     released_in: Mapping[Argument, SectionIndex],
 ) -> None:
-    """Require that no call that may communicate runs before a release behind which it stands."""
+    """Require that no call that may communicate runs before a release behind which it stands.
+
+    The arguments are as for `_require_order`, and `releases` as for `prove_backward`.
+    """
+    # A call that may communicate is not pure: it is one event, an effect.
     what_of = {event.node: event.what for event in whole.events}
     for place, call in numbered(Place, calls):
         if not may_communicate(call):
             continue
-        section = ran_in[what_of[call]]
-        mark = num_released_before_call(call)
+        ran = ran_in[what_of[call]]
+        num_released = num_released_before_call(call)
         for argument, released in released_in.items():
-            if mark is not None and argument in releases.num_before:
-                is_behind = releases.num_before[argument] < mark
-            else:  # made again, or of a graph of which nothing was noted
+            if num_released is not None and argument in releases.num_before:
+                is_behind = releases.num_before[argument] < num_released
+            else:  # a recomputed call, one behind all releases, or nothing was noted of the graph
                 is_behind = facts.release_places[argument] < place
+            # A section releases its gradients behind all of its calls.
             _require(
-                released < section or not is_behind,
+                released < ran or not is_behind,
                 f"{call.name}, which may communicate, runs before the release of gradient "
                 f"{argument}, behind which it stands",
             )
@@ -433,11 +465,14 @@ def prove_forward(
     """Show that a stitched forward graph computes what `gm` does, in sections as the cut has them.
 
     If the cut says that section 1's backward makes the last part of a parameter's gradient, no
-    gradient comes to the parameter from section 0. `argument_of` is as for `prove_backward`.
+    gradient comes to the parameter from section 0. This runs once for each cut forward, before its
+    sections are compiled. `stitched` is what `make_stitched_graph` returned, and `argument_of` as
+    for `prove_backward`.
 
     Raises:
         NotCutError: that is not so, or cannot be shown.
     """
+    # One numbering for both programs. Memory is told by the storages of Dynamo's example values.
     numbers: dict[Hashable, int] = {}
     whole = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
     split = _Program(numbers, lambda node, _: tuple(storage_keys(node)))
@@ -458,6 +493,7 @@ def prove_forward(
         "calls with effects are in other sections",
     )
     first_user = _first_users(stitched)
+    # Only of parameters that come in as arguments is it shown in which sections they are used.
     argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival if p.index in argument_of}
     for section in cut.sections:
         names = [name for name in section.parameters if name in argument_by_name]
@@ -477,6 +513,7 @@ def _first_users(stitched: fx.GraphModule) -> dict[Argument, SectionIndex]:
     for section, call in numbered(SectionIndex, section_calls):
         placeholders = attribute_of(stitched, call).graph.find_nodes(op="placeholder")
         for placeholder, passed in zip(placeholders, call.args, strict=True):
+            # What a section hands on as it got it, others use, and get a gradient for it.
             users = [user for user in placeholder.users if user.op != "output"]
             if passed in argument_by_node and any(map(is_differentiable, users)):
                 first_user.setdefault(argument_by_node[passed], section)
@@ -495,14 +532,15 @@ class _Value:
 
 
 class _Event(NamedTuple):
-    """An effect, an epilogue copy, or a read of memory that the program can reach.
+    """An effect, an epilogue copy, or a read of memory that the program can reach."""
 
-    `what` is equal in equal programs, and of a read it ends with the memory.
-    """
-
+    # Equal for the same event of the whole graph and of the sections.
     what: tuple[Hashable, ...]
     node: fx.Node
+    # Where it happens: for a read of a snapshot, the section that made the snapshot.
     section: SectionIndex
+    # Of a read alone.
+    memory_read: Hashable = None
 
 
 def _is_reachable(memory: Hashable) -> bool:
@@ -521,31 +559,39 @@ class _Program:
     # Whether a call writes to reachable memory and does nothing else. Such calls keep their order
     # by memory, not among the other effects.
     is_epilogue_copy: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
-    # The section that is run; set from outside.
+    # The section that is run, for events; `_Run` sets it before each.
     section: SectionIndex = _FIRST_SECTION
 
+    # The calls with effects, but for epilogue copies, in order, with the expressions that they got.
     effects: list[Hashable] = field(default_factory=list)
     # Epilogue copies, by memory.
     writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
-    # The events, in the order in which they ran. A call that reads a copy of reachable memory reads
-    # it when the copy is made.
+    # The events, in the order in which they ran.
     events: list[_Event] = field(default_factory=list)
-    # For each graph that was run, its calls that are not known to be pure, as sections count them.
+    # For each graph that was run, how many of its calls are not known to be pure, as
+    # `Section.num_fixed` counts them.
     num_fixed: list[int] = field(default_factory=list)
-    # How often each call was made that computes anything but a number, a view or a constant.
+    # How often each call was made that computes anything but a number, a view or a constant; by
+    # its expression.
     num_made: collections.Counter[int] = field(default_factory=collections.Counter)
     # Each copy has memory of its own.
     _copy_numbers: Iterator[int] = field(default_factory=itertools.count)
     # How often each memory has been written.
     _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
-    # The modes that are open now: those of autocast, and False for no_grad.
-    _modes: list[Hashable] = field(default_factory=list)
+    # The modes in which calls are made now, set by calls before: the regions of autocast around
+    # them, from the outermost, and whether gradients are on. A graph begins with gradients on.
+    _autocasts: list[Hashable] = field(default_factory=list)
+    _is_grad_on: bool = True
 
     def number(self, expression: Hashable) -> int:
+        """The number of an expression: a new one, unless a program has had an equal expression."""
         return self.numbers.setdefault(expression, len(self.numbers))
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any], *, is_stitched: bool = False) -> Any:
-        """A graph's outputs; modules that one calls which `is_stitched` are sections."""
+        """A graph's outputs, as a tuple, from the values of its inputs.
+
+        One that `is_stitched` calls sections, and takes apart the tuples that they return.
+        """
         placeholders = gm.graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
         self.num_fixed.append(0)
@@ -565,7 +611,8 @@ class _Program:
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
             # A copy is the same value in other memory. A call that reads it reads the original
-            # where the copy is made. The views through which it is made are in their base's memory.
+            # where the copy is made. (A snapshot may be made through views, which are such calls
+            # too, but in their base's memory.)
             is_view = memory == read[0].memory
             if not is_view and any(map(_is_reachable, read[0].memory)):
                 number = next(self._copy_numbers)
@@ -581,10 +628,12 @@ class _Program:
 
         target = id(attribute_of(gm, node)) if node.op == "call_module" else node.target
         arguments = self.expression_of((node.args, node.kwargs), values)
-        call = (node.op, target, arguments, *self._modes)
+        call = (node.op, target, arguments, self._is_grad_on, *self._autocasts)
         written, is_fixed = written_by(node), not is_pure(node)
         self.num_fixed[-1] += is_fixed
         if self.is_epilogue_copy(node, read):
+            # Its expression says which copy to this memory it is. What is copied is compared in
+            # `writes`.
             copies = self.writes.setdefault(read[0].memory, [])
             copies.append(call)
             call = ("epilogue copy", read[0].memory, len(copies))
@@ -595,7 +644,8 @@ class _Program:
             call = ("effect", len(self.effects))
             self.events.append(_Event(call, node, self.section))
         elif not {m for value in read for m in value.memory}.issuperset(memory):
-            # It is no view: a view reads nothing, and may be made by each section.
+            # It is no view: a view reads nothing, and may be made by each section, as may constants
+            # and numbers, see [Note: proof].
             self._note_reads(self.number(call), node, read)
             is_constant = not read and name_of(node).partition(".")[0] in _CONSTANTS
             is_number = isinstance(_torch.aten_value(node), _NUMBERS)
@@ -604,24 +654,24 @@ class _Program:
         self._versions.update({m for source in written for m in values[source].memory})
         return _Value(self.number(call), memory)
 
-    def _note_reads(self, call: int, node: fx.Node, read: Sequence[_Value]) -> None:
-        """Note what reachable memory the call reads, now or in a snapshot."""
+    def _note_reads(self, expression: int, node: fx.Node, read: Sequence[_Value]) -> None:
+        """Note what reachable memory a call of this expression reads, now or in a snapshot."""
         for memory in itertools.chain.from_iterable(value.memory for value in read):
-            if _is_reachable(memory):
-                self.events.append(_Event(("read", call, memory), node, self.section))
-            elif isinstance(memory, tuple) and memory[0] == "snapshot":
+            section, original = self.section, memory
+            if isinstance(memory, tuple) and memory[0] == "snapshot":
                 _, section, original, _ = memory
-                self.events.append(_Event(("read", call, original), node, section))
+            if _is_reachable(original):
+                self.events.append(_Event(("read", expression, original), node, section, original))
 
     def _set_mode(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
-        """Note that a call enters or leaves autocast or no_grad."""
-        is_grad_mode = _torch.sets_grad_mode(name_of(node))
-        if is_grad_mode and not node.args[0]:
-            self._modes.append(False)
+        """Note that a call enters or leaves autocast, or switches gradients on or off."""
+        if _torch.sets_grad_mode(name_of(node)):
+            # Not nested: what is switched off in front of an autocast may be switched on in it.
+            self._is_grad_on = bool(node.args[0])
         elif _torch.enters_autocast(name_of(node)):
-            self._modes.append(self.expression_of(node.args, values))
-        elif not is_grad_mode or False in self._modes:  # leaves autocast, or no_grad
-            self._modes.pop()
+            self._autocasts.append(self.expression_of(node.args, values))
+        else:
+            self._autocasts.pop()
 
     def expression_of(self, argument: Any, values: Mapping[fx.Node, Any] = {}) -> Hashable:
         """An argument of a call as a hashable expression.
@@ -632,7 +682,7 @@ class _Program:
         """
         if isinstance(argument, fx.Node):
             constant = _torch.constant_of(_torch.dynamo_value(argument))
-            # `copy_for_cutting` puts the number in place of such a node.
+            # A forward's sections have the number in place of such a node, see `copy_for_cutting`.
             is_inlined = constant is not None and argument.op != "placeholder"
             argument = constant if is_inlined else values[argument]
         if isinstance(argument, _Value):
@@ -645,4 +695,5 @@ class _Program:
         if isinstance(argument, slice):
             ends = [argument.start, argument.stop, argument.step]
             return (slice, self.expression_of(ends, values))
+        # By type, since 1 equals True. By text, since 0.0 equals -0.0, and not all can be hashed.
         return (type(argument), argument if isinstance(argument, int) else repr(argument))
