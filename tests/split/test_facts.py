@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import getitem
+from operator import getitem, iadd
 from typing import Any
 
 import pytest
@@ -223,6 +223,10 @@ IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
     "through a view": lambda y: y[:, 0].add_(1),
     "out=": lambda y: torch.add(torch.ones(4, 4), 1, out=y.detach()),
     "setitem": lambda y: y.__setitem__(0, 1.0),
+    "operator": lambda y: iadd(y, 1),
+    "operator as a method": lambda y: y.__iadd__(1),
+    "operator of Python 2": lambda y: y.__idiv__(2),
+    "operator as an unbound method": lambda y: torch.Tensor.__imul__(y, 2),
     "list": lambda y: torch._foreach_add_([y.detach()], 1.0),
     "list of lists": lambda y: torch._foreach_copy_([y.detach()], [torch.ones(4, 4)]),
     "out= of two": lambda y: torch.max(

@@ -50,6 +50,7 @@ def is_pure(node: fx.Node) -> bool:
     """
     name = name_of(node)
     if node.op != "call_function":
+        # Dynamo's methods are a tensor's, but modules, if it did not look into them, are anybody's.
         return node.op == "call_method" and not name.endswith("_")
     library = _torch.namespace_of(node.target)
     if library is not None:
@@ -59,8 +60,10 @@ def is_pure(node: fx.Node) -> bool:
             is_impure = node.is_impure() or _is_random(node.target)
             _pure_operators[node.target] = is_known and not is_impure
         return _pure_operators[node.target]
-    if sets_mode(node) or node.is_impure():
-        return sets_mode(node)
+    if sets_mode(node):
+        return True  # torch takes it for impure
+    if node.is_impure():
+        return False
     if _torch.is_higher_order(node.target):
         return _torch.runs_graphs(name) and all(map(is_pure, _calls_of_graphs(node)))
     return _is_local_function(node.target) and not _torch.changes_state(name)
@@ -171,13 +174,14 @@ def is_composite(value: object) -> bool:
 
 
 def has_ragged_sizes(graph: fx.Graph) -> bool:
-    """Whether torch can compile this graph only once, so that no cut may be tried.
+    """Whether torch can compile Dynamo's graph only once, so that no cut may be tried.
 
-    So it is with nested tensors, and with others that consist of tensors whose sizes the inputs do
-    not tell: only the first compile of such a graph finds the symbols that Dynamo chose. Sizes of
-    the inputs do not count, since they may be symbols on one rank and numbers on another. Where a
-    nested tensor is an input, Inductor compiles no section that returns a size with a symbol: it
-    takes the nested tensor's symbol for a number ("Cannot convert symbols to int", 2.13).
+    So it is with nested tensors, and with others that consist of tensors (`is_composite`) if their
+    sizes have symbols that are in no input's size: only the first compile of such a graph finds the
+    symbols that Dynamo chose. Symbols of plain inputs do not count, since on another rank these
+    sizes may be numbers. Where a nested tensor is an input, Inductor compiles no section that
+    returns a size with a symbol: it takes the nested tensor's symbol for a number ("Cannot convert
+    symbols to int", 2.13).
     """
     of_inputs: set[Any] = set()
     ragged: set[Any] = set()
@@ -307,13 +311,14 @@ _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"
 
 
 def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
-    """The memory that some call writes to in place.
+    """The memory that some call of Dynamo's graph writes to in place.
 
     What a reshape returns counts as its input's memory even if it was copied: that depends on
     sizes, which differ between ranks, and cuts must not.
     """
     calls = call_nodes(graph)
     positions = {node: position for position, node in enumerate(calls)}
+    # By the key of the storage, see `storage_keys`.
     memory: dict[int, WrittenMemory] = {}
     # By the storage that a reshape returned: the storage as which it counts, its input's.
     origin: dict[int, int] = {}
@@ -322,11 +327,12 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
         return [origin.get(key, key) for key in storage_keys(node)]
 
     for node in (*graph.find_nodes(op="placeholder"), *calls):
-        made = positions.get(node, -1)
+        made = positions.get(node, -1)  # as `ValueInMemory` has it; of a write, where it is
         if name_of(node) in _MAY_COPY and node.all_input_nodes:
             sources = keys_of(node.all_input_nodes[0])
             origin.update((key, source) for key in storage_keys(node) for source in sources)
         for key in keys_of(node):
+            # The output, a user without a position, is behind all calls.
             last_use = max((positions.get(user, len(calls)) for user in node.users), default=made)
             value = ValueInMemory(node, made, last_use)
             memory.setdefault(key, WrittenMemory()).values.append(value)
@@ -337,7 +343,7 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
 
 
 def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]]:
-    """Spans of the boundaries that two or more values cross in memory that is written behind them.
+    """Spans of boundaries that no cut may have: two values cross in memory written behind them.
 
         0  y = relu(x)
         1  v = y.view(-1)        in the memory of y
@@ -347,11 +353,13 @@ def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]
 
     A section that gets `y` and `v` as two inputs would have to be told that they share memory. A
     single value can cross, see `find_overwritten`. A span (first, last) includes both ends, and is
-    empty if first > last.
+    empty if first > last. `written` is what `find_written_memory` returned.
     """
     for memory in written:
         earlier_last_use = -1  # of the values that were made before
         for value in sorted(memory.values, key=lambda value: value.made):
+            # A boundary in this span separates this value from its last use, an earlier one from
+            # its last use, and both from the last write.
             yield value.made + 1, min(value.last_use, earlier_last_use, memory.writes[-1])
             earlier_last_use = max(earlier_last_use, value.last_use)
 
@@ -360,8 +368,8 @@ def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, 
     """The values that a section takes from an earlier one and writes to: it has to write to a copy.
 
     The section that made such a value may have saved it for its backward, and AOTAutograd cannot
-    save what a write to an input overwrites. Each value comes behind the start of the section that
-    writes to it. `bounds` are the starts of all sections, then the end of the graph.
+    save what a write to an input overwrites. Each value is paired with the start of the section
+    that writes to it. `bounds` are the starts of all sections, then the end of the graph.
     """
     overwritten = []
     for memory in find_written_memory(graph):
@@ -369,6 +377,7 @@ def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, 
             continue  # the caller is meant to see writes to what it passed in
         for start, stop in itertools.pairwise(bounds):
             if any(start <= write < stop for write in memory.writes):
+                # One at most: where two would cross, `mutation_spans` forbids the boundary.
                 crossing = [v.node for v in memory.values if v.made < start <= v.last_use]
                 overwritten += [(start, node) for node in crossing]
     return overwritten
@@ -380,6 +389,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if _is_in_place(node):
         values += leaves(node.args[0] if node.args else node.kwargs.get("input"))
     if _torch.is_higher_order(node.target):
+        # Which of its inputs it writes to is not told, so all count.
         values += node.all_input_nodes if _writes_within(node) else []
     else:
         for position, name in _written_arguments(node):
@@ -431,10 +441,10 @@ def _writes_within(node: fx.Node) -> bool:
     return False
 
 
-# `operator.iadd` and others that stand for `a += b`, and `setitem` for `a[i] = b`.
+# `operator.iadd` and others stand for `a += b`, `setitem` for `a[i] = b`; tensors have `idiv`, too.
 _IN_PLACE_OPERATORS = frozenset(
     name for name in vars(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
-) - {"index", "inv", "invert", "is_", "is_not", "itemgetter"} | {"setitem"}
+) - {"index", "inv", "invert", "is_", "is_not", "itemgetter"} | {"setitem", "idiv"}
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -442,7 +452,9 @@ def _is_in_place(node: fx.Node) -> bool:
     if node.op == "call_module":
         return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)
-    if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+    if name.startswith("__") and name.endswith("__"):
+        return name.strip("_") in _IN_PLACE_OPERATORS  # `a.__iadd__(b)`
+    if name in _IN_PLACE_OPERATORS or name.endswith("_"):
         return True
     if node.op != "call_function":
         return False
