@@ -46,12 +46,12 @@ def is_pure(node: fx.Node) -> bool:
 
     A call of anything else may communicate, draw random numbers or print, as far as we know:
     operators of other libraries do not say. Such a call is made once, and keeps its place among
-    calls of its kind.
+    calls of its kind. Of writes in place `written_by` tells: an `a += b` is pure here.
     """
     name = name_of(node)
     if node.op != "call_function":
         # Dynamo's methods are a tensor's, but modules, if it did not look into them, are anybody's.
-        return node.op == "call_method" and not name.endswith("_")
+        return node.op == "call_method" and not name.endswith("_") and not _draws(name)
     library = _torch.namespace_of(node.target)
     if library is not None:
         if node.target not in _pure_operators:
@@ -66,7 +66,8 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if _torch.is_higher_order(node.target):
         return _torch.runs_graphs(name) and all(map(is_pure, _calls_of_graphs(node)))
-    return _is_local_function(node.target) and not _torch.changes_state(name)
+    is_stateful = _torch.changes_state(name) or _draws(name)
+    return _is_local_function(node.target) and not is_stateful
 
 
 def may_communicate(node: fx.Node) -> bool:
@@ -106,6 +107,26 @@ def may_communicate(node: fx.Node) -> bool:
 def _is_random(operator: Any) -> bool:
     # Not all that draw are in fx's list of such operators (splits.md, fault 17).
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+# Functions of torch.nn.functional that draw, although ATen has no operator of the name that does.
+_DRAWING_FUNCTIONS = frozenset(
+    {
+        *("dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "multi_head_attention_forward"),
+        *("fractional_max_pool2d", "fractional_max_pool3d"),
+    }
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _draws(name: str) -> bool:
+    """Whether a method or a function of torch's may draw random numbers, by its name.
+
+    Most are named as ATen's operator; any of its overloads may be the one that is called.
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    return name in _DRAWING_FUNCTIONS or any(map(_is_random, overloads))
 
 
 def _is_local_function(function: Any) -> bool:
