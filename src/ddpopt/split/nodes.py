@@ -474,7 +474,7 @@ def _is_in_place(node: fx.Node) -> bool:
         return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)
     if name.startswith("__") and name.endswith("__"):
-        return name.strip("_") in _IN_PLACE_OPERATORS  # `a.__iadd__(b)`
+        return name.strip("_") in _IN_PLACE_OPERATORS  # `a.__iadd__(b)` (splits.md, fault 19)
     if name in _IN_PLACE_OPERATORS or name.endswith("_"):
         return True
     if node.op != "call_function":

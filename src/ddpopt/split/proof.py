@@ -116,10 +116,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """Where autograd released gradients while AOTAutograd traced a graph, as `releases.py` has it.
-
-    Empty of a graph of which nothing was noted.
-    """
+    """Where autograd releases gradients, as `releases.py` noted it; empty where it did not."""
 
     # For the gradient of each argument, how many others autograd releases before it.
     num_before: Mapping[Argument, int] = field(default_factory=dict)
@@ -235,10 +232,7 @@ class _Run:
     handed_out: set[Hashable] = field(default_factory=set)
 
     def add(
-        self,
-        section: SectionGraph,
-        recorded: Section,
-        completed: AbstractSet[Argument],
+        self, section: SectionGraph, recorded: Section, completed: AbstractSet[Argument]
     ) -> None:
         """Run the next section; require that it does what the cut's record of it says.
 
@@ -513,7 +507,7 @@ def _first_users(stitched: fx.GraphModule) -> dict[Argument, SectionIndex]:
     for section, call in numbered(SectionIndex, section_calls):
         placeholders = attribute_of(stitched, call).graph.find_nodes(op="placeholder")
         for placeholder, passed in zip(placeholders, call.args, strict=True):
-            # What a section hands on as it got it, others use, and get a gradient for it.
+            # The output is none: what a section hands on as it got it, a later one may use.
             users = [user for user in placeholder.users if user.op != "output"]
             if passed in argument_by_node and any(map(is_differentiable, users)):
                 first_user.setdefault(argument_by_node[passed], section)
@@ -539,7 +533,7 @@ class _Event(NamedTuple):
     node: fx.Node
     # Where it happens: for a read of a snapshot, the section that made the snapshot.
     section: SectionIndex
-    # Of a read alone.
+    # Of a read alone: what it reads, or read when the snapshot was made.
     memory_read: Hashable = None
 
 
@@ -611,8 +605,8 @@ class _Program:
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
             # A copy is the same value in other memory. A call that reads it reads the original
-            # where the copy is made. (A snapshot may be made through views, which are such calls
-            # too, but in their base's memory.)
+            # where the copy is made. The views through which a snapshot is made are marked as
+            # copies too, but are in their base's memory.
             is_view = memory == read[0].memory
             if not is_view and any(map(_is_reachable, read[0].memory)):
                 number = next(self._copy_numbers)
@@ -632,8 +626,7 @@ class _Program:
         written, is_fixed = written_by(node), not is_pure(node)
         self.num_fixed[-1] += is_fixed
         if self.is_epilogue_copy(node, read):
-            # Its expression says which copy to this memory it is. What is copied is compared in
-            # `writes`.
+            # It is the n-th copy to this memory. What it copies is compared in `writes`.
             copies = self.writes.setdefault(read[0].memory, [])
             copies.append(call)
             call = ("epilogue copy", read[0].memory, len(copies))

@@ -141,7 +141,7 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     completing_uses = sorted(set(itertools.accumulate(first_uses, min)))
     if len(completing_uses) == 1 and not communicates:
         raise NotCutError(Reason.COMPLETE_TOGETHER)
-    # The graph's start in front of all stands for "no legal boundary".
+    # First the graph's start, for calls that have no legal boundary in front of them.
     legal = [Position(0)]
     legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
     wanted: set[Position] = set()
