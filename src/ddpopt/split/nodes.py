@@ -1,6 +1,7 @@
 """What a node of a graph is and does, what it shows people, and what a graph writes to in place.
 
-Questions that the other modules of this folder ask of both splits' graphs.
+Questions that the other modules of this folder ask of Dynamo's graphs, which a cut forward is made
+of, and of AOTAutograd's backwards; what they ask of one kind alone says so.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ _GENERATED_TAGS = {
 def may_be_fused(value: fx.Node, reader: fx.Node) -> bool:
     """Whether a compiler could fuse the call that makes `value` with `reader`, into one loop.
 
-    It can if it generates the loops of both: those of elementwise operations and of reductions.
-    Other operators call libraries. The choice of sections and the estimates of `ddpopt.plan` ask
+    It can if it generates the loops of both: those of ATen's elementwise operators and reductions.
+    Others call libraries. The choice of sections and the estimates of `ddpopt.plan` ask
     this.
     """
     return _has_generated_loop(value) and _has_generated_loop(reader)
@@ -237,7 +238,10 @@ def leaves(value: Any) -> list[Any]:
 
 
 def storage_keys(node: fx.Node) -> list[int]:
-    """Identify the memory of the tensors that a node stands for: equal keys share memory."""
+    """Identify the memory of the tensors that a node of Dynamo's graph stands for, by storages.
+
+    Tensors with equal keys share memory.
+    """
     keys = (_torch.storage_key(tensor) for tensor in _tensors_of(_torch.dynamo_value(node)))
     return [key for key in keys if key is not None]
 
@@ -250,12 +254,12 @@ def num_bytes_of(value: Any) -> int:
 
 
 def is_differentiable(node: fx.Node) -> bool:
-    """Whether gradients may flow back through a call; True if that is not known."""
+    """Whether gradients may flow back through a call of Dynamo's graph; True if nobody knows."""
     value = _torch.dynamo_value(node)
     tensors = _tensors_of(value)
     if tensors:
         return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
-    # Numbers have no gradient. Of a call without an example value nothing is known.
+    # Numbers have no gradient. Of a call without an example value, None, nothing is known.
     return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
 
 
