@@ -581,8 +581,8 @@ def read_backward(
     )
     observable_calls.update(dict.fromkeys(without_snapshot, BEFORE_ALL_CALLS))
     for call, in_snapshots in snapshot_reads.items():
-        # A call that reads nothing but snapshots may run at any time: no hook writes to them.
-        if memories_read[call] == in_snapshots:
+        # A pure call that reads nothing but snapshots may run at any time: no hook writes to them.
+        if memories_read[call] == in_snapshots and not is_ordered[call]:
             del observable_calls[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
