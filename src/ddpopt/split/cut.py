@@ -296,7 +296,7 @@ def make_sections(
     bounds: Sequence[Position],
     section_of: Mapping[Parameter, SectionIndex],
     call_names: Sequence[str],
-    is_fixed: Sequence[bool],
+    has_effects: Sequence[bool],
 ) -> tuple[Section, ...]:
     """The sections between these bounds, the first and the last of which are the graph's ends.
 
@@ -314,7 +314,7 @@ def make_sections(
             stop=stop,
             first_node=call_names[start],
             parameters=tuple(names[index]),
-            num_fixed=sum(is_fixed[start:stop]),
+            num_fixed=sum(has_effects[start:stop]),
         )
         for index, (start, stop) in numbered(SectionIndex, itertools.pairwise(bounds))
     )
