@@ -136,14 +136,13 @@ def module_path_of(parameter_paths: Mapping[fx.Node, str]) -> tuple[str, ...]:
         a parameter `blocks.1.linear.weight`, in its frame `self.linear.weight`
         -> one module (`linear`) below the frame's, which is ("blocks", "1")
 
-    `parameter_paths` has the path from the root of the parameter behind each node. A graph without
-    parameters among its inputs, or whose frame was given several modules, counts as the root's.
+    `parameter_paths` has the path from the root of each parameter that is an input of the graph, by
+    the input. A graph without any, or whose frame was given several modules, counts as the root's.
     """
     module_paths = set()
-    for node, parameter_path in parameter_paths.items():
-        if node.op == "placeholder":  # of other nodes Dynamo does not tell
-            path = parameter_path.split(".")[:-1]
-            module_paths.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
+    for placeholder, parameter_path in parameter_paths.items():
+        path = parameter_path.split(".")[:-1]
+        module_paths.add(tuple(path[: len(path) - _torch.depth_below_frame(placeholder)]))
     return module_paths.pop() if len(module_paths) == 1 else ()
 
 

@@ -88,7 +88,7 @@ from ddpopt.split.nodes import (
 )
 from ddpopt.split.phases import Buckets
 from ddpopt.split.proof import Releases, prove_backward, prove_forward
-from ddpopt.split.releases import FunctionNumber, ReleaseOrder, mark_functions
+from ddpopt.split.releases import ReleaseOrder, mark_functions
 from ddpopt.split.runner import CompiledCall, CompiledGraph, GraphRunner, StartOnModule
 from ddpopt.split.sections import choose_backward_sections, choose_forward_sections
 from ddpopt.steps.sections import Label, report_runs

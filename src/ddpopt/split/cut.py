@@ -301,7 +301,7 @@ def make_sections(
     """The sections between these bounds, the first and the last of which are the graph's ends.
 
     `section_of` has, in arrival order, the parameters whose gradients become final in a section.
-    `call_names` and `is_fixed`, whether a call is not known to be pure, are of each call, in the
+    `call_names` and `has_effects`, whether a call is not known to be pure, are of each call, in the
     order in which calls run. No section completes a bucket yet, see `Cut.with_buckets`.
     """
     names: list[list[str]] = [[] for _ in bounds[1:]]

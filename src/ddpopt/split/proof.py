@@ -93,7 +93,7 @@ from ddpopt.split.nodes import (
     storage_keys,
     written_by,
 )
-from ddpopt.split.releases import FunctionNumber, function_of, num_released_before_call
+from ddpopt.split.releases import function_of, num_released_before_call
 
 _FIRST_SECTION = SectionIndex(0)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -26,7 +26,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NewType
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,8 +37,6 @@ from ddpopt.split.nodes import graphs_of, name_of
 
 _MARK = "ddpopt_num_released"
 _FUNCTION_MARK = "ddpopt_function"
-# A number for each call of an `autograd.Function` in one of Dynamo's graphs.
-FunctionNumber = NewType("FunctionNumber", int)
 
 
 def num_released_before_call(call: fx.Node) -> int | None:
