@@ -51,14 +51,15 @@ def backend(
     """
     resolved = resolve_options(mode, options)
     _torch.tell_of_reset(backend)
-    ddp, version, refusal = None, None, NotCutError(Reason.NO_DDP)
+    ddp, is_guarded, refusal = None, False, NotCutError(Reason.NO_DDP)
     try:
         ddp = recomputation.ddp_to_compile_for()
         _refuse_unsupported_modes(ddp)
         _check_is_on(resolved)
         if ddp is not None:
             _see_to_buckets(resolved, ddp)
-        version = _guard_on_rules(gm, example_inputs, ddp)
+        _guard_on_rules(gm, example_inputs, ddp)
+        is_guarded = True
     except Exception as error:
         # Any error at all: a private name of torch may still exist, and be something else. Then the
         # graph stays whole, with the error as the reason. Errors that users can mend are raised.
@@ -66,11 +67,9 @@ def backend(
             raise
         refusal = NotCutError.because_of(error)
     try:
-        if ddp is not None and version is not None:
+        if ddp is not None and is_guarded:
             start = functools.partial(_see_to_buckets, resolved)
-            compiled = compiler.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
-            version.is_cut = state.get(ddp).is_cut_in_forward(_torch.graph_name(gm))
-            return compiled
+            return compiler.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
         if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
             _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
         return compiler.compile_whole(gm, example_inputs, ddp, resolved, refusal)
@@ -157,17 +156,21 @@ def _check_is_on(options: Options) -> None:
 
 def _guard_on_rules(
     gm: fx.GraphModule, example_inputs: Sequence[Any], ddp: DistributedDataParallel | None
-) -> recomputation.Version:
+) -> None:
     """Restrict the graph to DDP modules with equal rules (None: to runs without DDP).
 
     Dynamo has no guard on DDP being active, and shares code between models of one class.
     """
-    version = recomputation.Version(frame_of(_torch.graph_name(gm)), state.rules_of(ddp))
+    # Parameters that are no inputs are the graph's own, see `parameters_of` in split/facts.py.
+    values = [*example_inputs, *gm.parameters()]
+    version = recomputation.Version(
+        frame=frame_of(_torch.graph_name(gm)),
+        rules=state.rules_of(ddp),
+        saves_tensors=any(isinstance(v, torch.Tensor) and v.requires_grad for v in values),
+    )
     code = [] if ddp is None else state.get(ddp).code
-    has_parameters = any(isinstance(value, torch.nn.Parameter) for value in example_inputs)
-    recomputation.note_compiled(version, has_parameters)
+    recomputation.note_compiled(version)
     _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
-    return version
 
 
 # ---- registration -----------------------------------------------------------------------------

@@ -33,8 +33,8 @@ BY_NAME = (
     Planted(
         "fault 1: calls with effects may move between sections",
         "split/facts.py",
-        "is_ordered=is_ordered,",
-        "is_ordered=[False] * len(is_ordered),",
+        "has_effects=has_effects,",
+        "has_effects=[False] * len(has_effects),",
     ),
     Planted(
         "fault 5: reads of memory that hooks may write to may move behind releases",

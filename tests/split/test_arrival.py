@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.split import state
-from ddpopt.split.arrival import Others, order_arrival
+from ddpopt.split.arrival import OthersArrive, order_arrival
 from ddpopt.split.cut import Cut, GraphText
 from tests.support.beside import Beside
 from tests.support.buckets import real_buckets
@@ -44,16 +44,16 @@ def test_parameters_of_other_graphs_arrive_around_this_graphs() -> None:
 def test_where_all_have_gradients_parameters_of_no_graph_arrive_first() -> None:
     """The loss takes them, behind the only graph; with a static graph they are unused, and last."""
     place = {1: 0, 2: -5}
-    rule = Others.around(begins=True, ends=True, may_be_unused=False)
+    rule = OthersArrive.for_graph(begins_forward=True, ends_forward=True, may_be_unused=False)
     assert [p.index for p in order_arrival(parameters(4), place, others=rule)] == [3, 0, 2, 1]
-    rule = Others.around(begins=True, ends=True, may_be_unused=True)
+    rule = OthersArrive.for_graph(begins_forward=True, ends_forward=True, may_be_unused=True)
     assert [p.index for p in order_arrival(parameters(4), place, others=rule)] == [2, 1, 0, 3]
 
 
 def test_behind_a_graph_break_parameters_of_no_graph_arrive_as_they_are_registered() -> None:
     """Layers that are not compiled may have run in between; the root's own belong to none."""
     p = parameters(8)
-    rule = Others.around(begins=False, ends=True, may_be_unused=False)
+    rule = OthersArrive.for_graph(begins_forward=False, ends_forward=True, may_be_unused=False)
     arrival = order_arrival(p, {5: 0, 6: -5}, arrives_after=(p[3], p[2]), others=rule, of_root=[0])
     assert [p.index for p in arrival] == [7, 0, 6, 5, 4, 3, 2, 1]
 

@@ -36,7 +36,7 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
         is_view_or_constant=[False] * count,
-        is_ordered=[i in {*ordered, *collectives} for i in range(count)],
+        has_effects=[i in {*ordered, *collectives} for i in range(count)],
         communicates=[i in collectives for i in range(count)],
         reads=reads,
         num_bytes=num_bytes or [1] * count,
@@ -266,7 +266,7 @@ def test_sizes_do_not_decide_in_which_section_an_effect_or_a_release_is(
         if isinstance(chosen, Reason):
             seen.append(chosen)
         else:
-            effects = [[c for c in calls if facts.is_ordered[c]] for calls in _sections(chosen)]
+            effects = [[c for c in calls if facts.has_effects[c]] for calls in _sections(chosen)]
             seen.append((effects, chosen.releases))
     assert seen[0] == seen[1]
 
@@ -283,7 +283,7 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     place = {call: i for i, call in enumerate(chosen.order)}
     assert sorted(chosen.order) == list(range(len(facts.reads)))
     assert all(place[source] < place[call] for call in place for source in facts.reads[call])
-    ordered = [c for c in chosen.order if facts.is_ordered[c] and c not in facts.epilogue_copies]
+    ordered = [c for c in chosen.order if facts.has_effects[c] and c not in facts.epilogue_copies]
     assert ordered == sorted(ordered)
     for epilogue_copy, argument in facts.epilogue_copies.items():
         assert all(place[c] <= place[epilogue_copy] for c in facts.memory_reads[argument])
@@ -372,8 +372,8 @@ def test_neither_buckets_nor_sizes_decide_which_collectives_come_before_a_releas
     """Ranks compile at different times, for buckets of their own, with batches of their own."""
     facts, buckets = drawn
     communicates = [
-        is_ordered and call not in facts.epilogue_copies and random.random() < 0.7
-        for call, is_ordered in enumerate(facts.is_ordered)
+        has_some and call not in facts.epilogue_copies and random.random() < 0.7
+        for call, has_some in enumerate(facts.has_effects)
     ]
     facts = dataclasses.replace(facts, communicates=communicates)
     if not any(communicates):

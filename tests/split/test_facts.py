@@ -58,7 +58,7 @@ def test_what_a_graph_before_uses_first_is_distinguished_on_all_ranks_or_on_none
     for node in graph.nodes:
         node.meta["example_value"] = torch.ones(4, 4, requires_grad=True)
     gm = fx.GraphModule(nn.Module(), graph)
-    facts = read_forward(gm, {first: (0,), second: (1,)}, elsewhere={1})
+    facts = read_forward(gm, {first: (0,), second: (1,)}, used_before={1})
     assert facts.first_use == ({0: 0, 1: 2} if communicates else {0: 0})
 
 

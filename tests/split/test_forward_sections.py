@@ -34,7 +34,7 @@ def _facts(
         legal_bounds_without_sizes=possible,
         last_effect=[position + 1 for position in range(num_calls)],
         call_names=[f"n{position}" for position in range(num_calls)],
-        is_fixed=[position in collectives for position in range(num_calls)],
+        has_effects=[position in collectives for position in range(num_calls)],
         communicates=[position in collectives for position in range(num_calls)],
     )
 

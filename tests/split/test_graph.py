@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _torch
 from ddpopt.errors import Reason, TorchDriftError
 from ddpopt.reducer import Parameter, ReducerRules
-from ddpopt.split.arrival import Others
+from ddpopt.split.arrival import OthersArrive
 from ddpopt.split.buckets import Source, which_buckets
 from ddpopt.split.cut import Cut
 from ddpopt.split.phases import Goal
@@ -59,7 +59,7 @@ def _graph(*, is_shared: bool = False, expected: Any = None, **known: Any) -> An
         reduced=parameters,
         arrives_before=(),
         arrives_after=(),
-        others=Others.FIRST,
+        others=OthersArrive.FIRST,
         of_root=(),
     )
 

@@ -311,7 +311,7 @@ def test_what_is_not_known_to_be_pure_keeps_its_place() -> None:
         call.meta["val"] = torch.ones(2, 2)
     graph.output(()).meta["desc"] = []
     facts = read_backward(fx.GraphModule(nn.Module(), graph), ReachableMemory())
-    assert list(facts.is_ordered) == [False, True, True, True]
+    assert list(facts.has_effects) == [False, True, True, True]
     assert list(facts.is_view_or_constant) == [False] * len(calls)
 
 

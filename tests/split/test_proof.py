@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -72,6 +72,7 @@ def _cut_backward(
     buckets: Sequence[Sequence[int]],
     num_inputs: int = 3,
     saved: dict[str, int] | None = None,
+    made_in_arguments: Collection[int] = (),
     **forgotten: Any,
 ) -> Backward | None:
     """Make a backward graph whose k-th gradient is value `gradients[k]`, and cut it at buckets.
@@ -90,7 +91,9 @@ def _cut_backward(
     plain = [descriptors.PlainAOTInput(a) for a in range(len(gradients))]
     output.meta["desc"] = [descriptors.GradAOTOutput(a) for a in plain]
     gm = fx.GraphModule(nn.Module(), graph)
-    reachable = ReachableMemory(memory_of=saved or {})
+    reachable = ReachableMemory(
+        memory_of=saved or {}, made_in_arguments=frozenset(made_in_arguments)
+    )
     arguments = {a: a for a in range(len(gradients))}
     parameters, made = buckets_of(arguments, buckets)
     facts = dataclasses.replace(read_backward(gm, reachable), **forgotten)
@@ -324,6 +327,21 @@ def test_a_value_that_may_be_made_in_a_buffer_is_not_kept_for_a_later_section(co
     assert unsafe is not None
     with pytest.raises(NotCutError, match="in memory that the program can reach"):
         unsafe.validate()
+
+
+@pytest.mark.parametrize("operator", [_aten.rand_like.default, _TELL])
+def test_an_effect_keeps_its_place_though_it_reads_a_snapshot(operator: Any) -> None:
+    """A hook on the first gradient can tell whether a number was drawn before."""
+    calls: list[Call] = [
+        (operator, (0,)),  # reads a value that may be in a buffer's memory
+        (_aten.mm.default, (1, 2)),  # gradient 0
+        (_aten.mm.default, (3, 2)),  # gradient 1
+    ]
+    backward = _cut_backward(
+        calls, [4, 5], [[0], [1]], saved={"saved_0": -1}, made_in_arguments=[-1]
+    )
+    assert backward is not None
+    backward.validate()
 
 
 def _mistaken(

@@ -37,31 +37,58 @@ class _Pair(nn.Module):
         return x
 
 
-class _Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList([_Pair(False), _Pair(True)])
+def _activate(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.sin(x) * x)
+
+
+class _PairOfWeights(_Pair):
+    """The only part that Dynamo compiles of one that `breaks` has no parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = _activate(x @ layer.weight)
+            if self.breaks and x.sum() > 1000:
+                x = x * 2
+        return x
+
+
+class _Layers(nn.Module):
+    def __init__(self, pair: type[_Pair], stem: nn.Module) -> None:
+        super().__init__()
+        self.stem = stem
+        self.pairs = nn.ModuleList([pair(False), pair(True)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
         for pair in self.pairs:
             x = checkpoint(pair.__call__, x, use_reentrant=False)
         return x
 
 
-def _step(compiled: slice) -> DistributedDataParallel:
+def _step(
+    compiled: slice, pair: type[_Pair] = _Pair, stem: nn.Module | None = None
+) -> DistributedDataParallel:
     torch.manual_seed(0)
-    layers = _Layers()
+    layers = _Layers(pair, stem or nn.Identity())
     ddp = DistributedDataParallel(layers, bucket_cap_mb=0.001)
-    for pair in layers.pairs[compiled]:
-        pair.compile(backend="ddpopt", options={"inner": "aot_eager"})
+    for compiled_pair in layers.pairs[compiled]:
+        compiled_pair.compile(backend="ddpopt", options={"inner": "aot_eager"})
     ddp(torch.randn(WIDTH, WIDTH)).square().sum().backward()
     return ddp
 
 
-def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(one_rank: None) -> None:
-    """Layers share `nn.Module.__call__`, which Dynamo gives up when one breaks the graph."""
+@pytest.mark.parametrize("pair", [_Pair, _PairOfWeights])
+@pytest.mark.parametrize("has_stem", [False, True])
+def test_a_recomputation_by_other_frames_than_the_forwards_is_refused(
+    one_rank: None, pair: type[_Pair], has_stem: bool
+) -> None:
+    """Layers share `nn.Module.__call__`, which Dynamo gives up when one breaks the graph.
+
+    Behind a stem both pairs get inputs of one kind, so that the second one's forward has compiled
+    all parts that the recomputation of the first needs.
+    """
     with pytest.raises(BackendCompilerFailed, match="RecomputationError"):
-        _step(slice(None))
+        _step(slice(None), pair, nn.Linear(WIDTH, WIDTH) if has_stem else None)
 
 
 class _Flagged(_Pair):

@@ -29,16 +29,19 @@ class Aliases:
         # [Note: calls, views and constants] in facts.py.
         self.views_and_constants: set[fx.Node] = set()
         for node in call_nodes(gm.graph):
-            if is_pure(node) and (not node.all_input_nodes or self._is_view(node)):
+            is_constant = not node.all_input_nodes
+            # What draws random numbers, or does anything else, is made once: it is not pure.
+            if is_pure(node) and (is_constant or self._is_view(node)):
                 self.views_and_constants.add(node)
 
     def _is_view(self, node: fx.Node) -> bool:
-        if name_of(node) == "getitem":  # of the tuple that a split, for example, returns
+        """Whether a call returns a view; the calls before it have been asked."""
+        if name_of(node) == "getitem":  # of the tuple of views that a split returns, for example
             return node.args[0] in self.views_and_constants
         return _torch.is_view(node.target)
 
     def base_of(self, node: fx.Node) -> fx.Node:
-        """The node that made the memory in which a node's value is."""
+        """The call, or the input, in whose memory a node's value is: itself, if it is no view."""
         while node in self.views_and_constants and node.all_input_nodes:
             node = node.all_input_nodes[0]
         return node
@@ -47,17 +50,22 @@ class Aliases:
 def made_in_arguments(gm: fx.GraphModule, aliases: Aliases) -> set[fx.Node]:
     """Values that a compiler may make in the memory of an argument that the graph writes.
 
+        0  v1 = index_put(buffer, ...)      Inductor writes to `buffer`, and has `v1` there
+        1  v2 = index_put(v1, ...)          and `v2`
+        2  copy_(buffer, v2)                then nothing is left to do
+
     A functional graph makes a new value for a buffer of which it writes a part, and copies the
-    buffer's last value to it at its end. Inductor then has such calls write to the buffer.
+    buffer's last value to it at its end, as above.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     # Arguments that are written, and values in their memory.
     in_arguments = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
     if not in_arguments:
-        return set()
+        return set()  # as of most graphs
     values: set[fx.Node] = set()
     for node in call_nodes(gm.graph):
         sources = {aliases.base_of(source) for source in node.all_input_nodes}
+        # An element of a tuple is where the call that returned the tuple made it.
         is_element = name_of(node) == "getitem" and node not in aliases.views_and_constants
         is_in_place = is_element or _torch.may_become_in_place(node.target)
         if is_in_place and not in_arguments.isdisjoint(sources):

@@ -20,10 +20,10 @@ from ddpopt.reducer import Parameter
 from ddpopt.split.facts import BackwardFacts
 
 
-class Others(enum.Enum):
-    """When gradients arrive of parameters that no known graph uses."""
+class OthersArrive(enum.Enum):
+    """When the gradients arrive of the other parameters: those that no known graph uses."""
 
-    # Before all others. A graph that is not known yet uses the parameters, or else the loss, which
+    # In front of all. A graph that is not known yet uses the parameters, or else the loss, which
     # comes behind the forward: it may take the weight of an output layer, or the logarithm of a
     # policy's deviation.
     FIRST = enum.auto()
@@ -37,18 +37,21 @@ class Others(enum.Enum):
     LAST = enum.auto()
 
     @classmethod
-    def around(cls, *, begins: bool, ends: bool, may_be_unused: bool) -> Others:
-        """The rule for a graph that begins or ends the forward, as far as that is known.
+    def for_graph(
+        cls, *, begins_forward: bool, ends_forward: bool, may_be_unused: bool
+    ) -> OthersArrive:
+        """The rule for a graph, which begins or ends its module's forward as far as that is known.
 
         If the graph does not end the forward, the parameters may belong to a graph behind it. If it
         does, each parameter that DDP reduces has a gradient, or DDP raises in the second step,
         unless `may_be_unused`.
         """
-        if not ends:
+        if not ends_forward:
             return cls.FIRST
         if may_be_unused:
             return cls.LAST
-        return cls.FIRST if begins else cls.AS_REGISTERED
+        # A graph that is the whole forward leaves no layer uncompiled: the loss uses the others.
+        return cls.FIRST if begins_forward else cls.AS_REGISTERED
 
 
 def order_arrival(
@@ -56,21 +59,21 @@ def order_arrival(
     lateness: Mapping[ParameterIndex, float],
     arrives_before: Sequence[Parameter] = (),
     arrives_after: Sequence[Parameter] = (),
-    others: Others = Others.FIRST,
+    others: OthersArrive = OthersArrive.FIRST,
     of_root: Collection[ParameterIndex] = (),
 ) -> tuple[Parameter, ...]:
     """All parameters of a Reducer in the order in which their gradients become final.
 
     Args:
         parameters: all that the Reducer reduces.
-        lateness: how late in backward the gradient of each of the graph's own parameters is final.
-            Of equally late gradients, that of the parameter registered last comes first, as in
-            eager modules.
+        lateness: how late in backward the gradient of each of the graph's own parameters is final,
+            in numbers of which only the order counts. Of equally late gradients, that of the
+            parameter registered last comes first, as in eager modules.
         arrives_before: the parameters of graphs that run after this one in forward, in arrival
             order.
         arrives_after: the parameters of graphs that run before this one in forward, in arrival
             order.
-        others: when the rest arrives.
+        others: when the rest arrives, which no known graph uses.
         of_root: parameters that the root module has itself.
     """
     turn_before = {parameter.index: turn for turn, parameter in enumerate(arrives_before)}
@@ -79,10 +82,14 @@ def order_arrival(
     first_index_after = min(turn_after, default=-1)
 
     def key(parameter: Parameter) -> tuple[int, float, int]:
-        """The group in which a parameter arrives, from 0 to 5, and its turn in that group."""
+        """The group in which a parameter arrives, from 0 to 5, and its turn in that group.
+
+        Groups 1, 2 and 4 are the parameters of later graphs, of this one and of earlier ones. The
+        others arrive before (0), between (3) or behind these (5).
+        """
         index = parameter.index
-        # A parameter that an earlier graph uses too is final only in that graph's backward, so this
-        # is asked before `lateness`.
+        # A gradient is final in the backward of the earliest graph that uses the parameter, so the
+        # earliest graphs are asked first.
         if index in turn_after:
             return (4, turn_after[index], 0)
         if index in lateness:
@@ -90,9 +97,9 @@ def order_arrival(
         if index in turn_before:
             return (1, turn_before[index], 0)
         # No known graph uses the parameter.
-        if others is Others.LAST:
-            return (5, index, 0)
-        if others is Others.FIRST or index > last_own_index or index in of_root:
+        if others is OthersArrive.LAST:
+            return (5, index, 0)  # as the Reducer lists them
+        if others is OthersArrive.FIRST or index > last_own_index or index in of_root:
             return (0, 0, -index)
         # The parameter is taken to be used where it is registered: in front of the earlier graphs,
         # so that it arrives last, or between them and this graph.
@@ -104,44 +111,50 @@ def order_arrival(
 def final_places(
     facts: BackwardFacts,
     argument_of: Mapping[ParameterIndex, Argument],
-    elsewhere: Collection[ParameterIndex],
+    used_before: Collection[ParameterIndex],
 ) -> dict[ParameterIndex, Place]:
-    """Where in a backward graph each parameter's gradient is final.
+    """Where in a backward graph the gradient of each parameter is final.
 
-    Parameters `elsewhere` are used again by a graph whose backward runs later, so their gradients
-    are not final here. If the graph may communicate, they count as any others, as in `read_uses`.
+    `argument_of` has the parameters that the graph gets, and `used_before` those that a graph uses
+    whose backward runs later: their gradients are not final here, and are left out. If the graph
+    may communicate, they count as any others, as in `read_uses`.
     """
     if any(facts.communicates):
-        elsewhere = ()
-    return {
-        index: max(map(Place, facts.gradients[argument]), default=BEFORE_ALL_CALLS)
-        for index, argument in argument_of.items()
-        if argument in facts.gradients and index not in elsewhere
-    }
+        used_before = ()
+    places: dict[ParameterIndex, Place] = {}
+    for index, argument in argument_of.items():
+        if argument in facts.gradients and index not in used_before:
+            # A gradient that no call makes is an input of the backward, and there from the start.
+            makers = facts.gradients[argument]
+            places[index] = max(map(Place, makers), default=BEFORE_ALL_CALLS)
+    return places
 
 
-def frame_module(names: Mapping[fx.Node, str]) -> tuple[str, ...]:
+def module_path_of(parameter_paths: Mapping[fx.Node, str]) -> tuple[str, ...]:
     """The path of the module whose forward a graph was traced from, () for the root.
 
-    `names` gives the parameter behind each node, by its path from the root. A frame that was given
-    several modules counts as the root's.
+        a parameter `blocks.1.linear.weight`, in its frame `self.linear.weight`
+        -> one module (`linear`) below the frame's, which is ("blocks", "1")
+
+    `parameter_paths` has the path from the root of each parameter that is an input of the graph, by
+    the input. A graph without any, or whose frame was given several modules, counts as the root's.
     """
-    paths = set()
-    for node, name in names.items():
-        if node.op == "placeholder":
-            path = name.split(".")[:-1]
-            paths.add(tuple(path[: len(path) - _torch.depth_below_frame(node)]))
-    return paths.pop() if len(paths) == 1 else ()
+    module_paths = set()
+    for placeholder, parameter_path in parameter_paths.items():
+        path = parameter_path.split(".")[:-1]
+        module_paths.add(tuple(path[: len(path) - _torch.depth_below_frame(placeholder)]))
+    return module_paths.pop() if len(module_paths) == 1 else ()
 
 
 def may_share_code(root: torch.nn.Module, path: tuple[str, ...]) -> bool:
     """Whether the module at a path may share its graph with another one below the root.
 
     Dynamo makes parameters inputs, so one compiled frame serves all modules of a class, such as
-    the blocks of a transformer whose outer loop is not compiled.
+    the blocks of a transformer whose outer loop is not compiled. For parameters of other shapes it
+    compiles the frame anew.
     """
     if not path:
-        return False
+        return False  # there is one root
     module = root.get_submodule(".".join(path))
     shapes = [parameter.shape for parameter in module.parameters()]
     for other in root.modules():

@@ -32,7 +32,7 @@ from ddpopt._indices import Argument, Call, Memory, Slot, numbered
 from ddpopt.split.aliases import Aliases
 from ddpopt.split.facts import ReachableMemory, gradient_nodes, watched_inputs
 from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
-from ddpopt.split.releases import end_forward, watch_arguments
+from ddpopt.split.releases import add_end_forward, add_watch_releases
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.split.sections import BackwardSections
 
@@ -44,16 +44,16 @@ def add_token(gm: fx.GraphModule, watched: Sequence[Argument]) -> None:
 
     AOTAutograd would trace no gradient of an output that is an input itself. The operators through
     which the token goes note, while AOTAutograd traces the graph, when the gradients of the
-    arguments `watched` are released; see `watch_arguments`.
+    arguments `watched` are released; see `add_watch_releases`.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     with gm.graph.inserting_after(placeholders[-1]):
         token = gm.graph.placeholder("ddpopt_token")
     _torch.mark_as_new(token)  # AOTAutograd refuses a placeholder of which Dynamo has noted nothing
-    watching = watch_arguments(token, [placeholders[argument] for argument in watched])
+    watching = add_watch_releases(token, [placeholders[argument] for argument in watched])
     (output,) = gm.graph.find_nodes(op="output")
     with gm.graph.inserting_before(output):
-        copied = end_forward(watching)
+        copied = add_end_forward(watching)
     output.args = ((*output_values(gm), copied),)
     gm.recompile()
 

@@ -296,12 +296,12 @@ def make_sections(
     bounds: Sequence[Position],
     section_of: Mapping[Parameter, SectionIndex],
     call_names: Sequence[str],
-    is_fixed: Sequence[bool],
+    has_effects: Sequence[bool],
 ) -> tuple[Section, ...]:
     """The sections between these bounds, the first and the last of which are the graph's ends.
 
     `section_of` has, in arrival order, the parameters whose gradients become final in a section.
-    `call_names` and `is_fixed`, whether a call is not known to be pure, are of each call, in the
+    `call_names` and `has_effects`, whether a call is not known to be pure, are of each call, in the
     order in which calls run. No section completes a bucket yet, see `Cut.with_buckets`.
     """
     names: list[list[str]] = [[] for _ in bounds[1:]]
@@ -314,7 +314,7 @@ def make_sections(
             stop=stop,
             first_node=call_names[start],
             parameters=tuple(names[index]),
-            num_fixed=sum(is_fixed[start:stop]),
+            num_fixed=sum(has_effects[start:stop]),
         )
         for index, (start, stop) in numbered(SectionIndex, itertools.pairwise(bounds))
     )

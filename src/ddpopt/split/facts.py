@@ -72,7 +72,7 @@ buffer").
 
 from __future__ import annotations
 
-import collections
+import bisect
 import enum
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -132,13 +132,15 @@ class ForwardFacts:
     first_use: Mapping[ParameterIndex, Call]
     # Whether a boundary at p is possible, for p from 0 to `num_calls`.
     legal_bounds: Sequence[bool]
-    # Whether one would be, if all sizes were constants. On another rank they may be.
+    # Whether a boundary at p would be possible if all sizes were constants, as they may be on
+    # another rank. So an error can say whether sizes are why none is possible.
     legal_bounds_without_sizes: Sequence[bool]
-    # The last call that uses what each call returns or writes to; `num_calls` for the output.
+    # For each call: the last call that uses what it returns, or the value to which it writes;
+    # `num_calls` if that is the output. It tells whether a section passes anything on.
     last_effect: Sequence[Call]
     call_names: Sequence[str]
-    # For each call: whether it is not known to be pure.
-    is_fixed: Sequence[bool]
+    # For each call: whether it may have effects, that is, `is_pure` does not know it as pure.
+    has_effects: Sequence[bool]
     # For each call: whether it may exchange data with other ranks, or its backward may.
     communicates: Sequence[bool]
 
@@ -148,9 +150,10 @@ def parameters_of(
     example_inputs: Sequence[Any],
     parameter_of: Mapping[torch.Tensor, Parameter],
 ) -> dict[fx.Node, list[ParameterIndex]]:
-    """For each node of Dynamo's graph that brings in parameters of `parameter_of`: their indices.
+    """For each node of Dynamo's graph that brings in DDP parameters: the indices of these.
 
-    Dynamo makes parameters inputs of its graph, each with one of `example_inputs`. With
+    `parameter_of` has the DDP parameters by their tensors; a node without any is left out. Dynamo
+    makes parameters inputs of its graph, each with one of `example_inputs`. With
     `inline_inbuilt_nn_modules` off they are attributes of the graph, or belong to modules that it
     calls, which may have several.
     """
@@ -183,68 +186,68 @@ class ParameterUses:
 
 def read_uses(
     gm: fx.GraphModule,
-    parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
-    elsewhere: Collection[ParameterIndex] = (),
+    indices_of: Mapping[fx.Node, Sequence[ParameterIndex]],
+    used_before: Collection[ParameterIndex] = (),
 ) -> ParameterUses:
     """The facts about a forward graph that the cut of its backward needs as well.
 
-    `parameters` is what `parameters_of` returned. Parameters `elsewhere` are first used in a graph
-    that runs before this one, so their gradients are not final here, and they are left out. In a
-    graph that may communicate they count as any others: another rank may have run other graphs
-    before, and has to cut this one equally, see [Note: collectives].
+    `indices_of` is what `parameters_of` returned. The parameters that were `used_before`, in a
+    graph that runs before this one in forward, are left out: backward comes to that graph later, so
+    their gradients are not final here. In a graph that may communicate they count as any others:
+    another rank may have run other graphs before, and has to cut this one equally, see
+    [Note: collectives] in sections.py.
     """
     calls = call_nodes(gm.graph)
     communicates = [may_communicate(node) for node in calls]
     if any(communicates):
-        elsewhere = ()
+        used_before = ()
     first_use: dict[ParameterIndex, Call] = {}
     for call, node in numbered(Call, calls):
         # all_input_nodes sees nested lists, kwargs and the operands of higher-order operators. A
         # call of a module has its parameters itself.
         for source in (node, *node.all_input_nodes):
-            for index in parameters.get(source, ()):
-                is_first = index not in first_use and index not in elsewhere
-                if is_first and is_differentiable(node):
-                    first_use[index] = call
+            for index in indices_of.get(source, ()):
+                # No part of a gradient comes from a use that is not differentiable.
+                if index not in used_before and is_differentiable(node):
+                    first_use.setdefault(index, call)
     return ParameterUses(first_use=first_use, communicates=communicates)
 
 
 def read_forward(
     gm: fx.GraphModule,
-    parameters: Mapping[fx.Node, Sequence[ParameterIndex]],
-    elsewhere: Collection[ParameterIndex] = (),
+    indices_of: Mapping[fx.Node, Sequence[ParameterIndex]],
+    used_before: Collection[ParameterIndex] = (),
 ) -> ForwardFacts:
     """The facts about a forward graph that is to be cut; the arguments are as for `read_uses`."""
     calls = call_nodes(gm.graph)
     call_of = {node: call for call, node in numbered(Call, calls)}
     output = Call(len(calls))  # behind all of them
+    last_use: list[Call] = []
+    last_effect: list[Call] = []
+    for call, node in numbered(Call, calls):
+        users = [call_of.get(user, output) for user in node.users]  # what is no call is the output
+        last_use.append(max(users, default=call))
+        for target in written_by(node):
+            users += [call_of.get(user, output) for user in target.users]
+        last_effect.append(max(users, default=call))
 
-    def last_use_of(*values: fx.Node) -> Call:
-        users = [call_of.get(user, output) for value in values for user in value.users]
-        return max(users, default=call_of[values[0]])
-
-    uses = read_uses(gm, parameters, elsewhere)
-    last_use = [last_use_of(node) for node in calls]
-    spans_of_sizes: list[tuple[int, int]] = []
-    blocked = [
-        *_uncrossable_spans(gm, calls, last_use, spans_of_sizes),
-        *_region_spans(calls),
-        *mutation_spans(find_written_memory(gm.graph)),
-    ]
+    uses = read_uses(gm, indices_of, used_before)
+    spans, spans_of_sizes = _uncrossable_spans(gm, calls, last_use)
+    spans += [*_region_spans(calls), *mutation_spans(find_written_memory(gm.graph))]
     return ForwardFacts(
         num_calls=len(calls),
         first_use=uses.first_use,
-        legal_bounds=_outside([*blocked, *spans_of_sizes], len(calls)),
-        legal_bounds_without_sizes=_outside(blocked, len(calls)),
-        last_effect=[last_use_of(node, *written_by(node)) for node in calls],
+        legal_bounds=_bounds_outside([*spans, *spans_of_sizes], len(calls)),
+        legal_bounds_without_sizes=_bounds_outside(spans, len(calls)),
+        last_effect=last_effect,
         call_names=[node.name for node in calls],
-        is_fixed=[not is_pure(node) for node in calls],
+        has_effects=[not is_pure(node) for node in calls],
         communicates=uses.communicates,
     )
 
 
-def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
-    """Whether each p in [0, num_calls] is in no span (first, last), ends included.
+def _bounds_outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
+    """Whether each boundary p in [0, num_calls] is in no span (first, last), ends included.
 
     A boundary at either end of the graph would separate nothing, so both are False.
     """
@@ -252,7 +255,7 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
     # number of spans around it.
     change = [0] * (num_calls + 2)
     for first, last in spans:
-        if first <= last:
+        if first <= last:  # else the span is empty, see `mutation_spans`
             change[first] += 1
             change[last + 1] -= 1
     num_around = list(itertools.accumulate(change))
@@ -260,27 +263,28 @@ def _outside(spans: Iterable[tuple[int, int]], num_calls: int) -> list[bool]:
 
 
 def _uncrossable_spans(
-    gm: fx.GraphModule,
-    calls: Sequence[fx.Node],
-    last_use: Sequence[Call],
-    spans_of_sizes: list[tuple[int, int]],
-) -> Iterable[tuple[int, int]]:
+    gm: fx.GraphModule, calls: Sequence[fx.Node], last_use: Sequence[Call]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Spans of the boundaries which a value would have to cross that no section can take as input.
 
         2  pair = split(x)        a tuple
         3  a = pair[0]            -> the span (3, 4): no boundary before call 3 or 4
         4  b = pair[1]
 
-    A span reaches from the call behind the value to the value's last use. Spans that are there only
-    because a size is a symbol go to `spans_of_sizes`. Tuples, generators, contexts and numbers
-    cannot cross a boundary. Tensors and symbolic integers can, but only if each symbol in them has
-    a node that binds it, because a section gets its symbols as inputs. Tensor subclasses cannot:
-    AOTAutograd would have to guess the class of their gradients.
+    A span reaches from the call behind the value to the value's last use. Tuples, generators,
+    contexts and numbers cannot cross a boundary. Tensors and symbolic integers can, but only if
+    each symbol in them has a node that binds it, because a section gets its symbols as inputs.
+    Tensor subclasses cannot: AOTAutograd would have to guess the class of their gradients.
+
+    Returns two lists, the second of which has the spans that are there only because a size is a
+    symbol.
     """
+    spans: list[tuple[int, int]] = []
+    spans_of_sizes: list[tuple[int, int]] = []
     # Streams order calls by more than values. In a graph with nested tensors, symbols belong to the
     # tensors inside of them, which no section gets.
     if uses_streams(gm.graph) or has_ragged_sizes(gm.graph):
-        yield 0, len(calls)
+        spans.append((0, len(calls)))
     bound_symbols = {
         symbol
         for node in gm.graph.nodes
@@ -294,14 +298,17 @@ def _uncrossable_spans(
             continue  # split_module closes and reopens autocast regions
         value = _torch.dynamo_value(node)
         can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
+        if can_cross and _torch.free_symbols(value) <= bound_symbols:
+            continue
+        # As a rule a number is computed from sizes. If these were constants, Dynamo would have
+        # computed it, and written no call.
+        is_number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
         span = call + 1, last_use[call]
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
-            if not can_cross or not _torch.free_symbols(value) <= bound_symbols:
-                spans_of_sizes.append(span)
-        elif not can_cross:
-            yield span
-        elif not _torch.free_symbols(value) <= bound_symbols:
+        if is_number or can_cross:
             spans_of_sizes.append(span)
+        else:
+            spans.append(span)
+    return spans, spans_of_sizes
 
 
 def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
@@ -316,6 +323,8 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
     chosen attention's kernels. Autocast is none: split_module closes and reopens it at a boundary.
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
+    # The regions that are open at a call: the name of the call that will end each, and the call
+    # that began it.
     opened: list[tuple[str, Call]] = []
     choices_of_attention: list[Call] = []
     no_grad_since: Call | None = None
@@ -324,7 +333,7 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
         if _torch.sets_grad_mode(name):
             if no_grad_since is not None:
                 yield no_grad_since + 1, call
-            no_grad_since = None if node.args[0] else call
+            no_grad_since = None if node.args[0] else call  # the argument: on or off
         elif _torch.chooses_attention(name):
             choices_of_attention.append(call)
         elif name in end_of:
@@ -363,22 +372,23 @@ class BackwardFacts:
 
     call_names: Sequence[str]
     is_view_or_constant: Sequence[bool]
-    # For each call: whether it has effects.
-    is_ordered: Sequence[bool]
+    # For each call: whether it may have effects, as in `ForwardFacts`.
+    has_effects: Sequence[bool]
     # For each call: whether it may exchange data with other ranks. If any does, nothing below
     # depends on sizes or strides; see [Note: collectives] in sections.py.
     communicates: Sequence[bool]
-    # For each call: the calls whose values it uses, with their ties to it; looking through views.
+    # For each call: the calls whose values it uses, looking through views, and what a boundary in
+    # between would lose. Views and constants are said to use nothing.
     reads: Sequence[Mapping[Call, Tie]]
     # For each call: the size of what it returns.
     num_bytes: Sequence[int]
     # The calls from which the gradient of each argument is computed; none if it is an input of the
     # graph that is passed through.
     gradients: Mapping[Argument, tuple[Call, ...]]
-    # The calls that read reachable memory, or write it, see `ReachableMemory`.
+    # For each reachable memory (see `ReachableMemory`): the calls that read it or write it.
     memory_reads: Mapping[Memory, Sequence[Call]]
-    # Calls with effects that write such memory and nothing else, and which. All other calls with
-    # effects keep their order.
+    # The calls with effects that do nothing but write reachable memory, and which memory. All other
+    # calls with effects keep their order.
     epilogue_copies: Mapping[Call, Memory]
     # The next three are explained in [Note: order, as a hook sees it].
     # The calls of which a hook can observe whether they have run, with the place of each. If a call
@@ -386,14 +396,14 @@ class BackwardFacts:
     observable_calls: Mapping[Call, Place]
     # Where the gradient of each argument is released.
     release_places: Mapping[Argument, Place]
-    # Calls that read what the forward left in reachable memory, and the memory that they may as
-    # well read in snapshots: these reads stand before all releases. A call that reads parameters
-    # besides is observable for that.
+    # The calls that have to read some reachable memory as the forward left it, and that memory: in
+    # a section behind a release they read snapshots of it. One that has effects, or reads other
+    # reachable memory (a parameter's) besides, is among `observable_calls` too.
     snapshot_reads: Mapping[Call, frozenset[Memory]]
 
 
 def refuse_linked_calls(gm: fx.GraphModule) -> None:
-    """Raise NotCutError if calls depend on each other by more than the values they read."""
+    """Raise NotCutError if a backward's calls depend on each other by more than values."""
     if uses_streams(gm.graph):
         raise NotCutError(Reason.STREAMS)
     if any(_torch.links_effects(node.target) for node in gm.graph.nodes):
@@ -401,17 +411,18 @@ def refuse_linked_calls(gm: fx.GraphModule) -> None:
 
 
 def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
-    """The node of each gradient, by its argument.
+    """The node of each gradient that a backward graph returns, by the gradient's argument.
 
     Raises:
-        NotCutError: the graph returns something else as well.
+        NotCutError: the graph returns something else as well, or two values for one argument.
     """
     node_of: dict[Argument, fx.Node] = {}
     for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
-        if isinstance(node, fx.Node):
-            if argument is None or argument in node_of:
-                raise NotCutError(Reason.OTHER_OUTPUTS, f"{node} is such an output")
-            node_of[argument] = node
+        if not isinstance(node, fx.Node):
+            continue  # None, for an argument that gets no gradient
+        if argument is None or argument in node_of:
+            raise NotCutError(Reason.OTHER_OUTPUTS, f"{node} is such an output")
+        node_of[argument] = node
     return node_of
 
 
@@ -419,9 +430,9 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
 class ForwardOutput:
     """A value that AOTAutograd's forward returns, to the program or for the backward."""
 
-    # The node's name; a backward's input for a saved value has the same name.
+    # The node's name; the backward's input for a saved value has the same name.
     name: str
-    # Values that share memory have the same number.
+    # Equal for values that share memory.
     memory: Memory
     # Whether the compiler may make the value in an argument's memory, see the function
     # `made_in_arguments`.
@@ -444,7 +455,11 @@ class ReachableMemory:
 
 
 def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
-    """The values that a forward graph returns, in this order; views are in their base's memory."""
+    """The values that AOTAutograd's forward returns, in this order, without None and constants.
+
+    They are read when AOTAutograd has traced the graph, and wait for `find_reachable`, which needs
+    them when the backward is cut: then the forward's graph is gone.
+    """
     aliases = Aliases(forward)
     in_arguments = made_in_arguments(forward, aliases)
     memory_by_maker: dict[fx.Node, Memory] = {}
@@ -476,8 +491,8 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     tensors = {n.name for n in placeholders if isinstance(_torch.aten_value(n), torch.Tensor)}
     #   the forward returns   out, loss, | h, mask     to the program, and then what it saves
     #   the backward takes                 h, mask, | tangents_1, tangents_2
-    # Each saved value comes once in each graph, under the same name; but states of random number
-    # generators have other names.
+    # Each saved value comes once in each graph, so that their number tells where they begin among
+    # the outputs. Names would not: states of random number generators have others in the backward.
     saved_inputs = itertools.takewhile(lambda node: not _torch.is_tangent(node), placeholders)
     saved_names = {node.name for node in saved_inputs}
     num_returned = len(outputs) - len(saved_names)
@@ -493,6 +508,8 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
         # whose memory Inductor has made a value (splits.md, fault 7).
         if is_argument or output.memory in returned or output.memory in in_arguments:
             memory_by_name[output.name] = output.memory
+    # Each tangent gets a number that no other memory has. Where two tangents may be in one memory,
+    # that is seen to without these numbers, see [Note: order, as a hook sees it].
     lowest_number = min([0, *(output.memory for output in outputs)])
     tangents = filter(_torch.is_tangent, placeholders)
     for number, node in enumerate(tangents, start=1):
@@ -505,20 +522,21 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
 
 
 def watched_inputs(backward: fx.GraphModule, reachable: ReachableMemory) -> set[fx.Node]:
-    """The inputs for which sections after the first check whether a hook has written to them.
+    """The inputs of which sections after the first check, in each step, that no hook wrote to them.
 
     In eager autograd checks each saved tensor when its node runs, and raises. A compiled graph's
-    saved tensors it checks once, before the first section. Left out are inputs that the graph
-    itself writes, and tangents, which autograd does not check in eager either.
+    saved tensors it checks once, before the first section. Left out are tangents, which autograd
+    does not check in eager either, and inputs that the graph itself writes: sections could not tell
+    that write from a hook's.
     """
     aliases = Aliases(backward)
-    written = set()
+    written: set[Memory | None] = {None}  # None: the program cannot reach it, nor can a hook
     for node in call_nodes(backward.graph):
         written |= {reachable.find(aliases.base_of(target)) for target in written_by(node)}
     return {
         node
         for node in backward.graph.find_nodes(op="placeholder")
-        if not _torch.is_tangent(node) and reachable.find(node) not in {None, *written}
+        if not _torch.is_tangent(node) and reachable.find(node) not in written
     }
 
 
@@ -528,7 +546,7 @@ def read_backward(
     unwritten: AbstractSet[Argument] = frozenset(),
     num_released_before: Mapping[Argument, int] = {},
 ) -> BackwardFacts:
-    """The facts about a backward graph.
+    """The facts about a backward graph: for the choice of its sections, and again for the proof.
 
     Args:
         gm: the graph.
@@ -536,15 +554,16 @@ def read_backward(
         unwritten: the arguments that are a parameter, frozen or with a gradient in this graph:
             nobody writes to these before their gradients are released.
         num_released_before: for the gradient of each argument how many others autograd releases
-            before it; see `releases.py`. One that is left out counts as released when it is made.
+            before it; see `releases.py`. A gradient that is left out counts as released when it is
+            made.
     """
     calls = call_nodes(gm.graph)
     aliases = Aliases(gm)
-    is_ordered = [not is_pure(node) for node in calls]
+    has_effects = [not is_pure(node) for node in calls]
     communicates = [may_communicate(node) for node in calls]
     in_arguments = made_in_arguments(gm, aliases)
     # The origin of each value, looking through views and constants: the calls that made it, and the
-    # reachable memory in which it may be.
+    # reachable memory in which it may be. A view of two values has several.
     makers: dict[fx.Node, tuple[Call, ...]] = {}
     memories: dict[fx.Node, set[Memory]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -556,38 +575,39 @@ def read_backward(
     memory_reads: dict[Memory, list[Call]] = {}
     epilogue_copies: dict[Call, Memory] = {}
     for call, node in numbered(Call, calls):
-        made_by: dict[Call, Tie] = {}
-        read: set[Memory] = set()
+        ties: dict[Call, Tie] = {}  # to the makers of the values that this call uses
+        memory_read: set[Memory] = set()
         for source in node.all_input_nodes:
-            read |= memories.get(source, set())
+            memory_read |= memories.get(source, set())
             for maker in makers.get(source, ()):
-                made_by[maker] = _tie(calls[maker], node, in_arguments)
-        memories_read.append(read)
+                ties[maker] = _tie(calls[maker], node, in_arguments)
+        memories_read.append(memory_read)
         if node in aliases.views_and_constants:
-            makers[node], memories[node] = tuple(made_by), read
+            # Whoever uses the view uses what it is made of, in that section.
+            makers[node], memories[node] = tuple(ties), memory_read
             reads.append({})
             continue
         makers[node] = (call,)
-        reads.append(made_by)
-        for memory in read:
+        reads.append(ties)
+        for memory in memory_read:
             memory_reads.setdefault(memory, []).append(call)
         written = _memory_of_epilogue_copy(node, reachable)
         if written is not None:
             epilogue_copies[call] = written
     gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    observable_calls = _observable_calls(reads, is_ordered, memory_reads, epilogue_copies)
-    snapshot_reads, without_snapshot = _snapshot_reads(
+    observable_calls = _observable_calls(reads, has_effects, memory_reads, epilogue_copies)
+    snapshot_reads, made_first = _snapshot_reads(
         gm, aliases, reachable, unwritten, may_compare_sizes=not any(communicates)
     )
-    observable_calls.update(dict.fromkeys(without_snapshot, BEFORE_ALL_CALLS))
+    observable_calls.update(dict.fromkeys(made_first, BEFORE_ALL_CALLS))
     for call, in_snapshots in snapshot_reads.items():
-        # A call that reads nothing but snapshots may run at any time: no hook writes to them.
-        if memories_read[call] == in_snapshots:
+        # A pure call that reads nothing but snapshots may run at any time: no hook writes to them.
+        if memories_read[call] == in_snapshots and not has_effects[call]:
             del observable_calls[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
         is_view_or_constant=[node in aliases.views_and_constants for node in calls],
-        is_ordered=is_ordered,
+        has_effects=has_effects,
         communicates=communicates,
         reads=reads,
         num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
@@ -601,10 +621,11 @@ def read_backward(
 
 
 def _memory_of_epilogue_copy(node: fx.Node, reachable: ReachableMemory) -> Memory | None:
-    """The memory that a call writes and nothing else, as AOTAutograd's last calls do; else None.
+    """The memory to which an epilogue copy writes; None for any other call.
 
-    A call whose result is used does something else as well.
+    An epilogue copy is one of AOTAutograd's last calls, which write the new values of arguments.
     """
+    # A call whose result is used does more than to write.
     if node.target is not torch.ops.aten.copy_.default or node.users:
         return None
     target = node.args[0]
@@ -613,21 +634,22 @@ def _memory_of_epilogue_copy(node: fx.Node, reachable: ReachableMemory) -> Memor
 
 def _observable_calls(
     reads: Sequence[Mapping[Call, Tie]],
-    is_ordered: Sequence[bool],
+    has_effects: Sequence[bool],
     memory_reads: Mapping[Memory, Sequence[Call]],
     epilogue_copies: Mapping[Call, Memory],
 ) -> dict[Call, Place]:
     """The calls of which a hook can tell whether they have run, with the place of each.
 
-    They are the calls with effects, and those that read reachable memory.
+    They are the calls with effects, and those that read reachable memory. The arguments are the
+    fields of `BackwardFacts` that have these names.
     """
-    places = {call: Place(call) for call, has_effects in numbered(Call, is_ordered) if has_effects}
+    places = {call: Place(call) for call, has_some in numbered(Call, has_effects) if has_some}
     for calls in memory_reads.values():
         # Behind a release a call might read what a hook wrote (splits.md, fault 5).
         places.update((call, Place(call)) for call in calls)
     for call, memory in epilogue_copies.items():
-        # Behind what makes its value, and behind what reads or writes the memory before it.
-        # Other epilogue copies to the same memory count: they are in this order.
+        # The copy stands behind what makes its value, and behind what reads or writes the memory
+        # before it. That may be another epilogue copy, which has got its place here already.
         makers = [Place(maker) for maker in reads[call]]
         others = [places[other] for other in memory_reads[memory] if other < call]
         places[call] = max([*makers, *others], default=BEFORE_ALL_CALLS)
@@ -649,15 +671,16 @@ def _snapshot_reads(
     that read a value of the forward's that was no tensor of the program's, but that the compiler
     may have made in an argument's memory.
 
-    Returns the calls that are to read it all in snapshots, with the memory of which; and those that
-    cannot, or return less than a snapshot would take, if that may be compared.
+    Returns the calls that can read snapshots, with the memory that each has to read there; and the
+    calls that the first section is to make instead. These read memory that can have no snapshot, or
+    return less than the snapshots would take, if `may_compare_sizes`: where the graph may
+    communicate, other ranks may have other sizes.
     """
     needs_tangent: set[fx.Node] = set()
     # The memory in which a value is, unless it is a parameter's or a tangent's.
     memories: dict[fx.Node, frozenset[Memory]] = {}
     unwritten_memory = set(map(memory_of_argument, unwritten))
-    # What can have no snapshot.
-    without_copy: set[Memory] = set()
+    without_copy: set[Memory] = set()  # what can have no snapshot
     num_bytes: dict[Memory, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
@@ -670,7 +693,7 @@ def _snapshot_reads(
                 without_copy.add(memory)
     has_tangents = bool(needs_tangent)
     snapshot_reads: dict[Call, frozenset[Memory]] = {}
-    without_snapshot = []
+    made_first: list[Call] = []
     for call, node in numbered(Call, call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
@@ -678,21 +701,21 @@ def _snapshot_reads(
         if node in aliases.views_and_constants:
             memories[node] = read
             continue
-        is_of_forward = has_tangents and node not in needs_tangent and is_pure(node)
-        if not is_of_forward:
+        is_recomputed = has_tangents and node not in needs_tangent and is_pure(node)
+        if not is_recomputed:
             # What else such a call reads eager has saved for it, see `watched_inputs`.
             read &= reachable.made_in_arguments
         if not read:
             continue
-        num_copied = sum(num_bytes[memory] for memory in read)
-        is_smaller = False
-        if may_compare_sizes and is_pure(node):
-            is_smaller = num_bytes_of(_torch.aten_value(node)) < num_copied
-        if without_copy.isdisjoint(read) and not is_smaller:
+        num_copied_bytes = sum(num_bytes[memory] for memory in read)
+        returns_less = num_bytes_of(_torch.aten_value(node)) < num_copied_bytes
+        # A call with effects would take along all effects before it.
+        is_worth_copies = not (returns_less and may_compare_sizes and is_pure(node))
+        if without_copy.isdisjoint(read) and is_worth_copies:
             snapshot_reads[call] = read
         else:
-            without_snapshot.append(call)
-    return snapshot_reads, without_snapshot
+            made_first.append(call)
+    return snapshot_reads, made_first
 
 
 def _release_places(
@@ -703,31 +726,35 @@ def _release_places(
     """Where the gradient of each argument is released: behind the autograd node that makes it.
 
     A hook on the gradient then sees all that the node did (splits.md, fault 15), see [Note: order,
-    as a hook sees it]. That place is behind all calls that autograd made before it released the
-    gradient: these have marks, see `releases.py`.
+    as a hook sees it]. Calls that autograd made before it released the gradient have marks, see
+    `releases.py`: a mark is how many gradients had been released when the call was made. The
+    arguments are `BackwardFacts.gradients` and that of `read_backward`.
     """
-    # Behind which call autograd had released each number of gradients, and no more.
-    last_places: collections.defaultdict[int, Place]
-    last_places = collections.defaultdict(lambda: BEFORE_ALL_CALLS)
+    marked: list[tuple[int, Call]] = []
     for call, node in numbered(Call, calls):
-        num_before = num_released_before_call(node)
-        if num_before is not None:
-            last_places[num_before] = Place(call)
-    numbers = range(max([*last_places, *num_released_before.values()], default=0) + 1)
-    reached = list(itertools.accumulate((last_places[number] for number in numbers), max))
+        mark = num_released_before_call(node)
+        if mark is not None:
+            marked.append((mark, call))
+    marked.sort()
+    marks = [mark for mark, _ in marked]
+    # For each k: behind the last of the k calls that autograd made first.
+    last_places = [BEFORE_ALL_CALLS]
+    for _, call in marked:
+        last_places.append(max(last_places[-1], Place(call)))
     places: dict[Argument, Place] = {}
-    for argument, made_by in gradients.items():
+    for argument, makers in gradients.items():
         # An input of the graph is there from the start.
-        places[argument] = max(map(Place, made_by), default=BEFORE_ALL_CALLS)
+        places[argument] = max(map(Place, makers), default=BEFORE_ALL_CALLS)
         if argument in num_released_before:
-            places[argument] = max(places[argument], reached[num_released_before[argument]])
+            num_made = bisect.bisect_right(marks, num_released_before[argument])
+            places[argument] = max(places[argument], last_places[num_made])
     return places
 
 
 def _tie(value: fx.Node, reader: fx.Node, in_arguments: AbstractSet[fx.Node]) -> Tie:
     """What a boundary between a value and a call that reads it would lose.
 
-    `in_arguments` is what `made_in_arguments` returned for the graph.
+    `in_arguments` are the values of the graph that a compiler may make in an argument's memory.
     """
     made = _torch.aten_value(value)
     if not isinstance(made, torch.Tensor | torch.SymInt | torch.SymFloat):

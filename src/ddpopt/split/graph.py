@@ -22,7 +22,7 @@ from ddpopt.errors import Reason, TorchDriftError
 from ddpopt.options import Options
 from ddpopt.reducer import Parameter
 from ddpopt.split import state
-from ddpopt.split.arrival import Others, frame_module, may_share_code
+from ddpopt.split.arrival import OthersArrive, may_share_code, module_path_of
 from ddpopt.split.cut import Cut
 from ddpopt.split.facts import parameters_of, read_uses
 from ddpopt.split.forward import copy_for_cutting
@@ -58,9 +58,9 @@ class DynamoGraph:
     arrives_before: Sequence[Parameter]
     arrives_after: Sequence[Parameter]
     # When the gradients arrive of parameters that no known graph uses.
-    others: Others
+    others: OthersArrive
     # The parameters that the root module has itself, rather than one of its submodules: where they
-    # are registered does not tell when they are used, see `Others`.
+    # are registered does not tell when they are used, see `OthersArrive`.
     of_root: Sequence[ParameterIndex]
 
     # The first differentiable use of each parameter, at which its gradient is final in backward. As
@@ -137,11 +137,11 @@ def read_graph(
 
     # Where the graph stands among others under the same module.
     arrives_before, arrives_after = ddp_state.arrival_around(name)
-    module_path = frame_module(path_of_input)  # of the module whose forward Dynamo traced
+    module_path = module_path_of(path_of_input)  # of the module whose forward Dynamo traced
     is_of_root = _torch.is_whole_forward(module_path)
-    others = Others.around(
-        begins=not (ddp_state.has_begun_forward or _torch.follows_graph_break()),
-        ends=is_of_root and not _torch.ends_in_graph_break(gm),
+    others = OthersArrive.for_graph(
+        begins_forward=not (ddp_state.has_begun_forward or _torch.follows_graph_break()),
+        ends_forward=is_of_root and not _torch.ends_in_graph_break(gm),
         may_be_unused=ddp.static_graph,
     )
     root = _torch.unwrap_compiled(ddp.module)  # a wrapper has no parameter itself

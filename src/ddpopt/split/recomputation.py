@@ -22,16 +22,16 @@ from ddpopt.reducer import ReducerRules
 from ddpopt.split import state
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Version:
     """One compiled version of a frame, for a DDP module's rules (None: for no DDP).
 
-    `is_cut` says that the forward graph was cut; it then saves other tensors than the whole graph.
+    `saves_tensors` says that its forward may save tensors for the backward.
     """
 
     frame: str
     rules: ReducerRules | None
-    is_cut: bool = False
+    saves_tensors: bool
 
 
 class _Forward(NamedTuple):
@@ -42,16 +42,11 @@ class _Forward(NamedTuple):
     """
 
     ddp: Callable[[], DistributedDataParallel | None]
-    rules: set[ReducerRules | None]
     versions: defaultdict[str, set[Version]]
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a forward graph that ran may have been cut."""
-        return any(version.is_cut for found in self.versions.values() for version in found)
 
-
-# Each ends with the object that a forward is known by.
+# By an object that torch has for each checkpoint's forward, until it is recomputed; each entry ends
+# with that object. See `checkpointed_region`.
 _forwards: weakref.WeakKeyDictionary[object, _Forward] = weakref.WeakKeyDictionary()
 
 
@@ -80,12 +75,13 @@ def may_run(version: Version) -> bool:
     if _is_recomputing(active):
         if forward is None:
             return True
-        found = forward.versions.get(version.frame)
-        if found is None:
-            # The forward ran no compiled code of this frame. That makes no difference if it was not
-            # cut, and this code was compiled for the same bucket rules.
-            return version.rules in forward.rules and not forward.is_cut
-        return version in found
+        tried_versions = forward.versions.get(version.frame)
+        if tried_versions is None:
+            # The forward ran no compiled code of this frame: it ran the code of another frame, of
+            # which this one is a part. So Dynamo is to ask for a new version, which
+            # `note_compiled` refuses. (A guard cannot raise.)
+            return not version.saves_tensors
+        return version in tried_versions
     is_own = state.rules_of(active) == version.rules
     if is_own and forward is not None:
         # Another guard may still reject this version. It then does so in the recomputation too.
@@ -93,41 +89,45 @@ def may_run(version: Version) -> bool:
     return is_own
 
 
-def note_compiled(version: Version, has_parameters: bool) -> None:
+def note_compiled(version: Version) -> None:
     """Note a version that is being compiled; a recomputation in progress may run it too.
 
     Dynamo compiles in a recomputation if one of the model's own guards fails there.
 
     Raises:
-        RecomputationError: a recomputation reaches another frame than its forward, and the frame
-            `has_parameters`.
+        RecomputationError: a recomputation reaches a frame that its forward did not, and the frame
+            saves tensors.
     """
     active = _torch.active_ddp()
     forward = _current_forward(active)
     if forward is None:
         return
-    is_new = version.frame not in forward.versions
-    if has_parameters and is_new and _is_recomputing(active):
+    is_other_frame = version.frame not in forward.versions
+    if is_other_frame and version.saves_tensors and _is_recomputing(active):
         raise RecomputationError(
             "a checkpoint's recomputation does not run the compiled code of its forward: Dynamo "
             "has given up a function since, as another layer that shares it breaks the graph, and "
             "compiles parts of it instead. These save other tensors, so gradients would be wrong; "
             "leave the layer that breaks the graph (TORCH_LOGS=graph_breaks names it) uncompiled"
         )
-    forward.rules.add(version.rules)
     forward.versions[version.frame].add(version)
 
 
 def _is_recomputing(active: DistributedDataParallel | None) -> bool:
+    """Whether code that runs now is recomputed: in backward, where no module is `active`."""
     return active is None and _torch.is_in_backward()
 
 
 def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
-    """The forward that runs in a checkpoint or is recomputed, None if there is none."""
+    """The forward that runs in a checkpoint or is recomputed, None if there is none.
+
+    It is made when a checkpoint's forward first asks. None also for a recomputation whose forward
+    never asked: it ran nothing that ddpopt compiled.
+    """
     region = _torch.checkpointed_region()
     if region is None:
         return None
     if region not in _forwards and not _is_recomputing(active):
         reference = (lambda: None) if active is None else weakref.ref(active)
-        _forwards[region] = _Forward(reference, {state.rules_of(active)}, defaultdict(set))
+        _forwards[region] = _Forward(reference, defaultdict(set))
     return _forwards.get(region)

@@ -12,18 +12,18 @@ autograd node that makes it. A traced graph does not show where that is:
 
 Call 0 makes the gradient of `w`, yet a hook on `w` finds the new `amax`. A Function may even return
 the gradient that it got, which no call of its own makes. So autograd itself has to tell.
-AOTAutograd traces a backward by running it, and runs the hooks of the graph's arguments too.
-`watch_arguments` gives each argument a hook, by an operator that is a call of the traced graph.
-When autograd releases a gradient, its hook marks the calls that were traced since the last release
-with the number of gradients that had been released before. torch carries such marks from graph to
-graph. Calls of the forward get no mark, so neither do recomputed calls in the backward.
+AOTAutograd traces a backward by running it, and runs the hooks of the graph's arguments too. So the
+graph that it is given has an operator which hooks each argument while it is traced
+(`add_watch_releases`). When autograd releases a gradient, the hook marks the calls that were traced
+since the last release with the number of gradients that had been released before. torch carries
+such marks from graph to graph. Calls of the forward get no mark, so neither do recomputed calls in
+the backward.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,11 +50,12 @@ def num_released_before_call(call: fx.Node) -> int | None:
 class ReleaseOrder:
     """In which order autograd releases the gradients of a graph's arguments.
 
-    It is complete once AOTAutograd has traced the graph, forward and backward.
+    It is complete once AOTAutograd has traced the graph, forward and backward: `_begin_trace`, then
+    `_begin_backward`, then `_release` for each gradient.
     """
 
     def __init__(self, arguments: Sequence[Argument]) -> None:
-        """Make an order in which nothing is known yet of these arguments, all watched."""
+        """Make an empty order for the arguments that `add_watch_releases` was given."""
         self._arguments = arguments
         # For each argument whose gradient was released, how many were released before it.
         self._num_before: dict[Argument, int] = {}
@@ -71,34 +72,36 @@ class ReleaseOrder:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the releases of a graph that has watching operators and is traced in this block."""
+        """Note the releases of the graph with our operators that is traced in this block."""
         token = _noting.set(self)
         try:
             yield
         finally:
             _noting.reset(token)
 
-    def _begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Hook the tensors that AOTAutograd's trace has for the watched arguments."""
+    def _begin_trace(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Hook the tensors that AOTAutograd's trace has for the arguments."""
         # AOTAutograd may trace a graph more than once; the last time counts.
         self._num_before.clear()
         self._last_node = None
         for argument, tensor in zip(self._arguments, tensors, strict=True):
-            if tensor.requires_grad:
+            if tensor.requires_grad:  # else torch refuses a hook
                 release = functools.partial(self._release, argument)
                 tensor.register_hook(release)  # type: ignore[no-untyped-call]  # torch's
 
-    def _end_forward(self, graph: fx.Graph) -> None:
+    def _begin_backward(self, graph: fx.Graph) -> None:
+        """Note that the forward is traced: what comes behind it in this graph is the backward."""
         self._last_node = _last_node(graph)
 
     def _release(self, argument: Argument, _gradient: torch.Tensor) -> None:
         """Mark the calls traced since the last release; a hook on the argument's tensor."""
         graph = _torch.traced_graph()
         if graph is None or self._last_node is None:
-            return  # somebody else differentiates: nothing is traced
+            return  # not the backward: the program's forward takes a gradient itself
         num_before = len(self._num_before)
-        newer = itertools.takewhile(lambda node: node is not self._last_node, reversed(graph.nodes))
-        for node in list(newer):
+        for node in reversed(graph.nodes):
+            if node is self._last_node:
+                break
             _torch.set_mark(node, _MARK, num_before)
         self._last_node = _last_node(graph)
         self._num_before[argument] = num_before
@@ -109,6 +112,7 @@ def _last_node(graph: fx.Graph) -> fx.Node:
     return last
 
 
+# The order to which a trace adds now. An operator takes tensors alone, so it cannot be given it.
 _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
     "ddpopt_release_order", default=None
 )
@@ -119,8 +123,8 @@ _noting: contextvars.ContextVar[ReleaseOrder | None] = contextvars.ContextVar(
 def mark_functions(gm: fx.GraphModule) -> dict[FunctionNumber, frozenset[Argument]]:
     """Number the calls of `autograd.Function`s in Dynamo's graph, and mark their backward's calls.
 
-    Returns, by a Function's number, the arguments of the graph that are inputs of the Function.
-    Their gradients are released behind the last marked call. So the proof can check release places
+    Returns the arguments of the graph that go straight into each Function. Their gradients are
+    released behind the last call with the Function's mark. So the proof can check release places
     without `ReleaseOrder`, from which sections were chosen.
     """
     arguments_of: dict[FunctionNumber, frozenset[Argument]] = {}
@@ -137,18 +141,19 @@ def _mark_functions(
 ) -> None:
     """Mark the Functions of one graph and of those that its operators run.
 
-    `argument_of` has the inputs of `gm` that are arguments of Dynamo's graph. What is found is
-    added to `arguments_of`.
+    `argument_of` has the inputs of `gm` that are arguments of Dynamo's graph. What `mark_functions`
+    returns is added to `arguments_of`.
     """
     for node in gm.graph.nodes:
         graphs = graphs_of(node)
         if not graphs:
-            continue
+            continue  # neither a Function nor another operator that runs graphs
         if _torch.applies_function(name_of(node)):
             number = FunctionNumber(len(arguments_of))
             sources = [argument_of[n] for n in node.all_input_nodes if n in argument_of]
             arguments_of[number] = frozenset(sources)
-            _, backward, *_ = graphs
+            _forward, backward, *_ = graphs
+            # With the graphs that calls of the backward run.
             for graph in (m.graph for m in backward.modules() if isinstance(m, fx.GraphModule)):
                 for call in graph.nodes:
                     _torch.set_mark(call, _FUNCTION_MARK, number)
@@ -182,7 +187,7 @@ def _arguments_passed_on(
 
 
 def function_of(call: fx.Node) -> FunctionNumber | None:
-    """The number of the Function in whose backward a call was made; None for any other call."""
+    """The Function in whose backward a call of a traced backward was made; None for other calls."""
     number = _torch.mark_of(call, _FUNCTION_MARK)
     return None if number is None else FunctionNumber(number)
 
@@ -190,20 +195,24 @@ def function_of(call: fx.Node) -> FunctionNumber | None:
 # ---- The operators ---------------------------------------------------------------------------
 
 
-def _watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the operator does: begin to note, if AOTAutograd is tracing in a block of `noting`."""
+# AOTAutograd runs a graph several times to compile it: to find out about its outputs, when nothing
+# is traced, and to trace it. The operators leave notes in traces alone, and nothing else: in a
+# block of `noting`.
+
+
+def _run_watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
     order = _noting.get()
     if order is not None and _torch.traced_graph() is not None:
-        order._begin(arguments)
+        order._begin_trace(arguments)
     return token
 
 
-def _end_forward(token: torch.Tensor) -> torch.Tensor:
-    """What the other operator does: note that what is traced from here on is the backward."""
+def _run_end_forward(token: torch.Tensor) -> torch.Tensor:
+    # AOTAutograd returns an output that is an input as that input, past its autograd node.
     copied = token.clone()
     order, graph = _noting.get(), _torch.traced_graph()
     if order is not None and graph is not None:
-        order._end_forward(graph)
+        order._begin_backward(graph)
     return copied
 
 
@@ -219,11 +228,11 @@ def _define(schema: str, function: Callable[..., torch.Tensor]) -> None:
     _OPERATORS.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
 
 
-_define("watch_releases(Tensor(a) token, Tensor[] arguments) -> Tensor(a)", _watch_releases)
-_define("end_forward(Tensor token) -> Tensor", _end_forward)
+_define("watch_releases(Tensor(a) token, Tensor[] arguments) -> Tensor(a)", _run_watch_releases)
+_define("end_forward(Tensor token) -> Tensor", _run_end_forward)
 
 
-def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
+def add_watch_releases(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
     """Add the operator that notes, in a trace, when gradients of these arguments are released.
 
         watched = ddpopt.watch_releases(token, [w, b])     in front of all calls: hooks `w` and `b`
@@ -231,7 +240,7 @@ def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
         copied = ddpopt.end_forward(watched)               tells where the backward's trace begins
 
     `token` is the graph's last placeholder. It goes through both operators; this function returns
-    what the first one makes of it, which `end_forward` takes.
+    what the first one makes of it, for `add_end_forward`.
     """
     with token.graph.inserting_after(token):
         return token.graph.call_function(
@@ -239,10 +248,10 @@ def watch_arguments(token: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
         )
 
 
-def end_forward(watched: fx.Node) -> fx.Node:
+def add_end_forward(watched: fx.Node) -> fx.Node:
     """Add the operator that notes the forward's end, at the insertion point.
 
-    Calls that are traced before it get no mark. `watched` is what `watch_arguments` returned.
-    Returns a copy of the token.
+    Calls that are traced before it get no mark. `watched` is what `add_watch_releases` returned.
+    Returns the node of a copy of the token.
     """
     return watched.graph.call_function(torch.ops.ddpopt.end_forward.default, (watched,))

@@ -159,7 +159,7 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     # The last use arrives first; of uses by one call, as `order_arrival` has it.
     arrival = sorted(use_of, key=lambda p: (-use_of[p], -p.index))
     section_of = {p: _section_at(bounds, Position(use_of[p])) for p in arrival}
-    return make_sections(bounds, section_of, facts.call_names, facts.is_fixed)
+    return make_sections(bounds, section_of, facts.call_names, facts.has_effects)
 
 
 def _section_at(bounds: Sequence[Position], position: Position) -> SectionIndex:
@@ -316,7 +316,7 @@ def choose_backward_sections(
         bounds,
         {p: section_of[p] for p in arrival},
         [facts.call_names[call] for call in order],
-        [facts.is_ordered[call] for call in order],
+        [facts.has_effects[call] for call in order],
     )
     in_first_section = set(order[: bounds[1]])
     return BackwardSections(
@@ -483,7 +483,7 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
             for reader in facts.memory_reads[facts.epilogue_copies[call]]:
                 if reader < call:
                     stage[reader] = min(stage[reader], stage[call])
-        elif facts.is_ordered[call]:
+        elif facts.has_effects[call]:
             stage_of_next_effect = stage[call] = min(stage[call], stage_of_next_effect)
         for source in facts.reads[call]:
             stage[source] = min(stage[source], stage[call])
@@ -505,7 +505,7 @@ def _pull_fused_gradients(facts: BackwardFacts, stage: list[Stage]) -> None:
             readers[source].append(call)
     for gradient in itertools.chain.from_iterable(facts.gradients.values()):
         fused_calls = _fused_calls_of(gradient, facts, readers)
-        if any(facts.is_ordered[call] for call in fused_calls):
+        if any(facts.has_effects[call] for call in fused_calls):
             # At an earlier stage the effect would pass those of the calls between (splits.md,
             # fault 1).
             continue
@@ -621,7 +621,7 @@ def _choose_bounds(
     earliest = 0 if any(facts.communicates) else 1
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
     stops = [
-        call in gradients or facts.is_ordered[call] or position in ready_at
+        call in gradients or facts.has_effects[call] or position in ready_at
         for position, call in numbered(Position, order)
     ]
     bounds: set[Position] = set()
