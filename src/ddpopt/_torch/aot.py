@@ -13,8 +13,9 @@ from torch import fx
 
 from ddpopt._indices import Argument
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import CompilerFn, fake_mode_of, lookup_backend
+from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.names import PrivateName
+from ddpopt._torch.values import fake_mode_of
 from ddpopt.errors import NotCutError, Reason
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import (
+from ddpopt._torch.compiled import (
     compiled_functions,
     compiled_parts,
     context_of,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _traced
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import innermost_backend
+from ddpopt._torch.compiled import innermost_backend
 from ddpopt._torch.hidden import calls_users_code
 
 
