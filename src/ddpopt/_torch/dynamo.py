@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,9 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
         return
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # DDPOptimizer(bucket_bytes_cap, backend_compile_fn, ...)
         backend = kwargs.get("backend_compile_fn", args[1] if len(args) > 1 else None)
+        # A class that a program derives from the replacement is none that Dynamo constructs.
         if cls is replacement and backend is not None and is_ours(innermost_backend(backend)):
             return types.SimpleNamespace(compile_fn=backend)  # passes on the graph unchanged
         return object.__new__(cls)
@@ -59,6 +60,7 @@ def optimize_ddp_mode() -> str:
 
 
 def is_compiled_autograd_on() -> bool:
+    """Whether compiled autograd is on, by its context manager or by its setting."""
     return bool(names.AUTOGRAD_ENABLED.get() or names.COMPILED_AUTOGRAD.get())
 
 
@@ -89,7 +91,8 @@ def traces_backward_around(ddp: nn.Module) -> bool:
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """The exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
     rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
-    with names.doing_without(names.Need.ERRORS):  # the caller handles another, not to be hidden
+    # Asked while another exception is handled, which a TorchDriftError would hide.
+    with names.doing_without(names.Need.ERRORS):
         return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
     return ()
 
@@ -126,18 +129,26 @@ def is_skipped_by_dynamo(function: Callable[..., Any]) -> bool:
 
 
 def find_reached_limit(module: nn.Module) -> str | None:
-    """Say which forward in a module Dynamo has compiled as often as a limit of its allows."""
-    for part, row in itertools.product(
-        module.modules(), (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT)
-    ):
+    """Say which forward in a module Dynamo has compiled as often as a limit of Dynamo's allows.
+
+    The text follows "Dynamo has compiled". None if no limit is reached.
+    """
+    for part in module.modules():
         code = getattr(part.forward, "__code__", None)
-        if code is not None and len(names.CACHE_ENTRIES.get()(code)) >= row.get():
-            return f"{type(part).__name__}.forward as often as {row} allows ({row.get()})"
+        if code is None:
+            continue
+        num_compiles = len(names.CACHE_ENTRIES.get()(code))
+        for row in (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT):
+            if num_compiles >= row.get():
+                return f"{type(part).__name__}.forward as often as {row} allows ({row.get()})"
     return None
 
 
 def find_dispatch_mode() -> str | None:
-    """The class of a TorchDispatchMode that is on, under which Dynamo compiles nothing."""
+    """The class of a TorchDispatchMode that is on, under which Dynamo compiles nothing.
+
+    None if there is none: some modes let Dynamo compile.
+    """
     for mode in reversed(names.DISPATCH_MODES.get()()):
         if not (names.LETS_COMPILE.is_in(mode) and names.LETS_COMPILE.get(mode)()):
             return type(mode).__name__
@@ -165,7 +176,8 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
     """Make Dynamo run the graph that it is compiling only while `check` is true.
 
     If it is false Dynamo runs another version of the code, or compiles one, as it does when a
-    tensor's shape has changed. `code` gets what `forget_code` takes.
+    tensor's shape has changed. When Dynamo has compiled the graph, `code` gets what `forget_code`
+    takes. Where somebody else than Dynamo calls the backend there is nothing to guard.
     """
     tracing = names.TRACING_CONTEXT.get().try_get()
     if tracing is None:
@@ -185,6 +197,8 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
 def forget_code(code: Sequence[Any]) -> None:
     """Make Dynamo give up code that it will never run again, so that its limits do not count it.
 
+    `code` is what `guard_on` has put there.
+
     Dynamo itself gives up code that was compiled for an object when the object dies. Code given up
     here stays in Dynamo's list, which would count it for the module that runs next; so the code is
     noted as compiled for another object.
@@ -192,6 +206,7 @@ def forget_code(code: Sequence[Any]) -> None:
     with names.doing_without(names.Need.GUARD):
         for manager in code:
             names.INVALIDATE.get(manager)("DDP's bucket rules")
+            # Any object that lives will do, if it is no module.
             of_others = {"": weakref.ref(forget_code)}
             names.ID_MATCHED_OBJS.get(names.GUARD_MANAGER.get(manager)).update(of_others)
 
@@ -209,23 +224,28 @@ def tell_of_reset(backend: CompilerFn) -> None:
 def checkpointed_region() -> object | None:
     """An object shared by a checkpoint's forward and its recomputation, None outside.
 
+    It is the checkpoint's frame, which the hooks on saved tensors refer to in these two.
+
     This works for non-reentrant `torch.utils.checkpoint`; other implementations leave no trace. If
     a release hides it from us, that affects only the case of several compiled versions of one
     region.
     """
     try:
-        hooks = names.SAVED_TENSOR_HOOKS.get()(True)
+        also_while_tracing = True
+        hooks = names.SAVED_TENSOR_HOOKS.get()(also_while_tracing)
         if hooks is None:  # as in nearly all calls; guards ask in each
             return None
         frame_class = names.CHECKPOINT_FRAME.get()
     except TorchDriftError as error:
         names.warn_of(str(error), names.Need.CHECKPOINT)
         return None
-    for cell in getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ():
-        found = cell.cell_contents
-        found = found() if isinstance(found, weakref.ref) else found
-        if isinstance(found, frame_class):
-            return found
+    pack, _unpack = hooks
+    for cell in getattr(inspect.unwrap(pack), "__closure__", None) or ():
+        value = cell.cell_contents
+        # The forward's hook has the frame itself, the recomputation's a weak reference.
+        frame = value() if isinstance(value, weakref.ref) else value
+        if isinstance(frame, frame_class):
+            return frame
     return None
 
 
