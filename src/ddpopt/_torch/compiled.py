@@ -1,4 +1,9 @@
-"""What `torch.compile` made: a model's compiled parts, and what compiles each of them."""
+"""What `torch.compile` made: a model's compiled parts, and what compiles each of them.
+
+A *context* here is the object of Dynamo's that each call of `torch.compile` makes, and that
+compiles a module or function when this is called. It holds the backend, with its options. Whatever
+has one and the same backend shares compiled code, whichever the context.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def compiled_parts(model: nn.Module) -> list[Any]:
-    """Return what compiles each part of a model for which `torch.compile` was called, once each.
+    """The contexts, once each, of all parts of a model for which `torch.compile` was called.
 
     Parts are modules that it wrapped, and functions that are attributes of modules, including the
     one that `Module.compile` keeps.
@@ -57,7 +62,8 @@ def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def context_of(function: Callable[..., Any]) -> Any:
-    """Return what compiles a function that `torch.compile` made, which has it in its closure."""
+    """The context of a function that `torch.compile` returned."""
+    # A function that a method of the context defines; the method's `self` is in its closure.
     getter = names.GET_COMPILER_CONFIG.get(function)
     try:
         return inspect.getclosurevars(getter).nonlocals["self"]
@@ -66,7 +72,7 @@ def context_of(function: Callable[..., Any]) -> Any:
 
 
 def backend_of(context: Any) -> Any:
-    """The innermost backend of one of `compiled_parts`."""
+    """The innermost backend of a context: for us `ddpopt`'s function, without options."""
     return innermost_backend(names.CALLBACK.get(context))
 
 
@@ -84,15 +90,15 @@ def innermost_backend(backend: Any) -> Any:
 
 
 def compile_options(context: Any) -> dict[str, Any]:
-    """Return the `mode` and `options` that `torch.compile` got for one of `compiled_parts`."""
+    """Return the `mode` and `options` that `torch.compile` got for a context, if it got any."""
     return dict(names.BACKEND_OPTIONS.find(compiler_of(context), {}))
 
 
-def context_of_copy(context: Any) -> Any:
-    """Return what compiles as `context` does, but shares its code with nothing else."""
+def context_with_own_code(context: Any) -> Any:
+    """A context that compiles as this one does, but shares its code with nothing else."""
     compiled = torch.compile(
-        lambda: None,
-        backend=functools.partial(compiler_of(context)),  # backends are distinguished by identity
+        lambda: None,  # which is never called: only its context is wanted
+        backend=functools.partial(compiler_of(context)),  # another object than the backend
         fullgraph=names.FULLGRAPH.get(context),
         dynamic=names.DYNAMIC.get(context),
     )
@@ -100,7 +106,7 @@ def context_of_copy(context: Any) -> Any:
 
 
 def compiler_of(context: Any) -> Any:
-    """The backend as `torch.compile` wrapped it, with its options bound."""
+    """The backend of a context as `torch.compile` wrapped it, with its options bound."""
     backend = names.CALLBACK.get(context)
     while names.ORIG_BACKEND.is_in(backend):
         backend = names.ORIG_BACKEND.get(backend)
@@ -108,12 +114,13 @@ def compiler_of(context: Any) -> Any:
 
 
 def compiled_by(callback: Any, module: nn.Module) -> nn.Module:
-    """Return what `torch.compile` returns for a module, with this callback of Dynamo's.
+    """Return what `torch.compile` returns for a module, but with a callback of another context's.
 
-    It runs the code that the callback's own `torch.compile` has compiled.
+    So the module runs the code that is compiled for that other context. (Within a compiled
+    function it is known which callback is active, not which context.)
     """
-    other = torch.compile(lambda: None, backend="eager")
-    context = context_of(other)
+    never_called = torch.compile(lambda: None, backend="eager")
+    context = context_of(never_called)
     names.CALLBACK.set(callback, context)
     compiled: nn.Module = context(module)
     return compiled

@@ -16,6 +16,7 @@ from ddpopt._torch.hidden import calls_users_code
 
 
 def active_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward runs; None outside of such forwards."""
     return names.GET_ACTIVE_DDP.get(DistributedDataParallel)()
 
 

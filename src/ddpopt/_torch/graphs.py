@@ -36,14 +36,16 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
     for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
         if row.is_in(source):
             row.mark(target, row.get(source))
-    given = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
+    # Copies of placeholders have the originals' names.
+    originals = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
     for node in target.graph.find_nodes(op="placeholder"):
-        names.DYNAMO_SOURCE.mark(node, names.DYNAMO_SOURCE.find(given.get(node.name)))
+        names.DYNAMO_SOURCE.mark(node, names.DYNAMO_SOURCE.find(originals.get(node.name)))
 
 
 def wants_cuda_graphs(gm: fx.GraphModule) -> bool:
     """Whether the program asks for CUDA graphs of this graph, by `override_cudagraphs`."""
     annotation = gm.meta.get(names.CUDA_GRAPHS_WANTED.text)
+    # Inductor makes none for the backward alone, so `bwd` does not matter.
     return annotation is not None and bool(annotation.fwd)
 
 
@@ -56,14 +58,15 @@ def mark_as_new(placeholder: fx.Node) -> None:
 
 
 def depth_below_frame(placeholder: fx.Node) -> int:
-    """Return how many modules lie between the object that a frame was given and a parameter.
+    """Return how many modules lie between the `self` of a frame and a parameter of its graph.
 
-    1 for `self.linear.weight`, 0 for `self.weight`.
+    1 for `self.linear.weight`, 0 for `self.weight`, and 0 if Dynamo does not tell.
     """
-    name = names.SOURCE_NAME.find(names.DYNAMO_SOURCE.find(placeholder), "")
-    return str(name() if callable(name) else name).count(
-        f".{names.MODULES.name}["
-    )  # a method in some releases
+    source = names.DYNAMO_SOURCE.find(placeholder)
+    name = names.SOURCE_NAME.find(source, "")
+    path = str(name() if callable(name) else name)  # a method in some releases
+    # Such as `L['self']._modules['linear']._parameters['weight']`.
+    return path.count(f".{names.MODULES.name}[")
 
 
 def ends_in_graph_break(gm: fx.GraphModule) -> bool:
@@ -80,9 +83,10 @@ def follows_graph_break() -> bool:
     with names.doing_without(names.Need.PREDICT):
         tracing = names.TRACING_CONTEXT.get().try_get()
         code = [] if tracing is None else names.TRACED_CODE.get(tracing)
-        # Dynamo continues behind a break in a function that it makes and names.
+        # The first code is the frame's, others are inlined. Dynamo continues behind a break in a
+        # function that it makes and names.
         return not code or code[0].co_name.startswith(names.RESUMED_CODE.get())
-    return True
+    return True  # torch has moved a name
 
 
 def dynamo_value(node: fx.Node) -> Any:

@@ -119,7 +119,8 @@ class PrivateName:
             return default
 
     def is_in(self, owner: Any) -> bool:
-        return self.find(owner, _read) is not _read
+        missing = object()
+        return self.find(owner, missing) is not missing
 
     def is_name_of(self, called: str) -> bool:
         """Whether a call in a graph is one of this function, by the name of what it calls.
@@ -151,6 +152,7 @@ class PrivateName:
         setattr(own, self.name, value)
 
     def _find_owner(self, given: Any) -> Any:
+        """The object that has the name: the one that a caller gave, or the module or class."""
         if given is not None or not self.is_global:
             return given
         return sys.modules.get(self.owner) or _find_class(self.owner)
@@ -190,7 +192,7 @@ def settings(values: Mapping[PrivateName, Any]) -> Iterator[None]:
     """Give settings of torch's `config` modules these values in this block."""
     with contextlib.ExitStack() as stack:
         for row, value in values.items():
-            row.get()
+            row.get()  # raises TorchDriftError; `patch` would raise something else
             config: Any = importlib.import_module(row.owner)
             stack.enter_context(config.patch({row.name: value}))
         yield

@@ -28,18 +28,19 @@ def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
         is_packet = isinstance(packet, _PACKET)
         overloads = [getattr(packet, o) for o in packet.overloads()] if is_packet else []
     for overload in overloads:
-        schema = names.SCHEMA.get(overload)  # looked up each time; some cannot be hashed
+        schema = names.SCHEMA.get(overload)  # which cannot always be hashed, unlike the overload
         if overload not in _writes:
             _writes[overload] = _find_writes(schema)
     return {written for overload in overloads for written in _writes[overload]}
 
 
-# By an operator's overload, which is another object where it is defined anew.
+# What each overload of an operator writes to, as `written_arguments` returns it. An operator that a
+# program defines anew has other overloads.
 _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
-    """The arguments that one overload writes to, as `written_arguments` returns them."""
+    """The arguments to which the overload with this schema writes, as in `written_arguments`."""
     only_reads_averages = schema.name.endswith(_READS_AVERAGES)
     return tuple(
         (None if argument.kwarg_only else position, argument.name)
@@ -108,6 +109,7 @@ def may_become_in_place(target: object) -> bool:
     library = namespace_of(target)
     if library == "aten":
         return any(part in str(target) for part in _MAY_BECOME_IN_PLACE)
+    # Triton kernels, which are higher-order, and functional collectives have in-place forms.
     return is_higher_order(target) or (library or "").endswith("c10d_functional")
 
 
@@ -117,10 +119,12 @@ def without_device(name: str) -> str:
 
 
 def enters_autocast(name: str) -> bool:
+    """Whether a call, by its name, begins a block of autocast."""
     return names.ENTER_AUTOCAST.is_name_of(name)
 
 
 def exits_autocast(name: str) -> bool:
+    """Whether a call, by its name, ends a block of autocast."""
     return names.EXIT_AUTOCAST.is_name_of(name)
 
 
@@ -142,7 +146,7 @@ def region_partners() -> dict[str, str]:
         (names.ENTER_DUAL_LEVEL, names.EXIT_DUAL_LEVEL),
     )
     for row in itertools.chain.from_iterable(pairs):
-        row.get()
+        row.get()  # raises if torch has no such function: graphs would call it by another name
     return {enter.name: leave.name for enter, leave in pairs}
 
 
@@ -169,5 +173,5 @@ def uses_stream(target: object) -> bool:
 
 
 def namespace_of(target: object) -> str | None:
-    """The library that an operator belongs to, such as `aten`; None for anything else."""
+    """The library that an operator belongs to, such as `aten`; None if `target` is no operator."""
     return str(target).partition(".")[0] if isinstance(target, _OVERLOAD | _PACKET) else None

@@ -14,7 +14,10 @@ from ddpopt._torch.graphs import dynamo_value
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Identify a tensor's memory, so that aliases compare equal; None if it has no storage."""
+    """A number for a tensor's memory, equal for all that share it; None if it has no storage.
+
+    It may come again when no tensor has the memory any more.
+    """
     try:
         return id(tensor.untyped_storage())  # torch makes one such object for each memory
     except (NotImplementedError, RuntimeError):
@@ -33,12 +36,14 @@ def is_subclass(value: object) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or what a parameter holds, is of no class that somebody derived.
+    """Whether a tensor's class is `torch.Tensor`, a fake tensor's, or a parameter's of any kind.
 
-    AOTAutograd checks the operators of a graph's first run with a mode that refuses others.
+    AOTAutograd checks the operators of a graph's first run with a mode that refuses other classes.
     """
-    kinds = (torch.Tensor, nn.Parameter, names.FAKE_TENSOR.get())
-    return isinstance(tensor, nn.Parameter) or type(tensor) in kinds
+    return isinstance(tensor, nn.Parameter) or type(tensor) in (
+        torch.Tensor,
+        names.FAKE_TENSOR.get(),
+    )
 
 
 def fake_mode_of(inputs: object) -> Any:
@@ -59,6 +64,7 @@ def to_fake(value: Any, fake_mode: Any) -> Any:
 
 
 def free_symbols(value: object) -> frozenset[Any]:
+    """The symbols in the sizes and strides of a tensor, or in a number; none in other values."""
     from torch.fx.experimental import symbolic_shapes  # noqa: PLC0415  # it imports sympy
 
     if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -80,17 +86,19 @@ def constant_of(value: object) -> int | None:
 
     if not isinstance(value, torch.SymInt):
         return None
-    if not isinstance(names.SYM_NODE.get(value), sym_node.SymNode):  # a jagged size
+    # The node of a jagged size is of another class, and `is_concrete_int` cannot ask it.
+    if not isinstance(names.SYM_NODE.get(value), sym_node.SymNode):
         return None
     return int(value) if symbolic_shapes.is_concrete_int(value) else None
 
 
 @contextlib.contextmanager
 def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
-    """Hide the symbols of float arguments that do not occur in `graph` from AOTAutograd.
+    """Hide, in a block, symbols of float arguments that do not occur in `graph` from AOTAutograd.
 
     It turns all float symbols that it finds unused into constants, and makes Dynamo start over.
-    That is right for a whole graph; a section would be recompiled at each new value.
+    That is right for a whole graph, but another section may use what this one does not: the graph
+    would be recompiled at each new value.
     """
     shape_env = names.SHAPE_ENV.get(fake_mode)
     if shape_env is None:
