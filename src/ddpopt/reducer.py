@@ -163,8 +163,8 @@ def find_misplaced(
         part = actual_parts.pop(0) if members and actual_parts else set()
         if part == {parameter.index for parameter in members}:
             continue
-        # Name first who left the bucket, then who joined it. The user reads both numbers, so one for
-        # whom these are equal is not named.
+        # Name first who left the bucket, then who joined it; nobody whose two numbers are equal,
+        # since the user reads both.
         left = [parameter for parameter in members if parameter.index not in part]
         joined = [parameter for parameter in parameters_of_graph if parameter.index in part]
         for parameter in (*left, *joined, *members):
