@@ -29,8 +29,8 @@ class CompiledCopy(NamedTuple):
     """A copy of a compiled DDP model."""
 
     model: nn.Module
-    ddp: DistributedDataParallel  # the copy itself, or what is compiled in it
-    copies: dict[nn.Module, nn.Module]  # of the modules below the original's DDP module, by these
+    ddp: DistributedDataParallel  # `model` itself, or the DDP module that it wraps
+    copies: dict[nn.Module, nn.Module]  # by the originals: the DDP module and those below
     memo: dict[int, Any]  # as `copy.deepcopy` keeps it: all copies, by the originals' ids
 
 

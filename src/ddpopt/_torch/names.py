@@ -92,6 +92,7 @@ class PrivateName:
 
     @property
     def is_global(self) -> bool:
+        """Whether the owner is a path, where the name is looked up if a caller gives no object."""
         return self.owner.partition(".")[0] == "torch"
 
     @property
@@ -105,7 +106,7 @@ class PrivateName:
         return _drift_of(self)
 
     def get(self, owner: Any = None) -> Any:
-        """The name's value, or raise TorchDriftError."""
+        """The name's value in the object `owner`, or at the owner's path; or TorchDriftError."""
         try:
             return _read(self, self._find_owner(owner))
         except (AttributeError, ImportError) as error:
@@ -119,6 +120,7 @@ class PrivateName:
             return default
 
     def is_in(self, owner: Any) -> bool:
+        """Whether an object has the name."""
         missing = object()
         return self.find(owner, missing) is not missing
 

@@ -121,7 +121,7 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
                 row.get(ddp)
             elif row.owner == of_reducer:
                 row.get(names.REDUCER.get(ddp))
-    # Three more, which other needs have in common with this one.
+    # Three more, whose rows name other needs.
     names.SYNCS_BUFFERS.get(ddp)
     names.GROUP_STORE.get()
     queue_callback()
@@ -233,7 +233,8 @@ class Change:
         if any(hook.hook is None for hook in self._hooks):  # as `register_hook` will
             names.REGISTER_BUILTIN_HOOK.get(ddp)
         self._reduced = reducer_parameters(ddp)
-        # The Reducer alone may hold the nodes that accumulate gradients, and so users' hooks.
+        # The nodes that accumulate gradients, which have users' hooks: else the former Reducer may be
+        # all that holds them.
         self._nodes = [accumulate_node(tensor) for tensor in self._reduced]
         # The parameters, by index, to which DDP gives a gradient in a step. For a static graph the
         # present Reducer tells, unless it has yet to learn that.
@@ -286,7 +287,7 @@ class Change:
         """Make a Reducer in place of the present one; return gradients for its first steps.
 
         They are zeros, by parameter index, and None where `pass_first_steps` wants none. They are
-        made here, on one rank alone, since memory may not suffice.
+        made here, where a rank whose memory does not suffice keeps no other rank waiting.
         """
         ddp = self._ddp
         names.CAPS_BYTES.set(list(formation.caps_bytes), ddp)
