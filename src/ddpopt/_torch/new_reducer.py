@@ -233,8 +233,8 @@ class Change:
         if any(hook.hook is None for hook in self._hooks):  # as `register_hook` will
             names.REGISTER_BUILTIN_HOOK.get(ddp)
         self._reduced = reducer_parameters(ddp)
-        # The nodes that accumulate gradients, which have users' hooks: else the former Reducer may be
-        # all that holds them.
+        # The nodes that accumulate gradients, and may have users' hooks. They are held here, since
+        # nothing but the former Reducer may hold them.
         self._nodes = [accumulate_node(tensor) for tensor in self._reduced]
         # The parameters, by index, to which DDP gives a gradient in a step. For a static graph the
         # present Reducer tells, unless it has yet to learn that.

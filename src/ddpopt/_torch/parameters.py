@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -157,7 +158,9 @@ def _reducers_order(
     if logged is not None:  # rebuilt: the log has the buckets too, by numbers of the Reducer's list
         indices = [index for bucket in logged for index in bucket]
         if sorted(indices) == list(range(len(members))):
-            return [tensor for _, tensor in sorted(zip(indices, members, strict=True), key=_first)]
+            numbered_members = zip(indices, members, strict=True)
+            by_number = operator.itemgetter(0)  # alone, since tensors have no order
+            return [tensor for _, tensor in sorted(numbered_members, key=by_number)]
     # Whether the buckets are those of the construction, see [Note: buckets].
     is_initial = not (follows_arrival_order(ddp) and names.HAS_REBUILT_BUCKETS.get(ddp))
     if is_initial and len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
@@ -174,10 +177,6 @@ def _reducers_order(
         "a Reducer has other parameters than the module in DistributedDataParallel, or in another "
         "order: make the DDP module after the last change of its parameters"
     )
-
-
-def _first(pair: tuple[int, torch.Tensor]) -> int:
-    return pair[0]
 
 
 def _kept_order(
