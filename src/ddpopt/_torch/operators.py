@@ -100,7 +100,7 @@ def is_view(target: object) -> bool:
 
 # Parts of the names of ATen's operators: of those in the tables of Inductor's pass `reinplace`,
 # torch 2.11 to 2.15, and of operators that the pass or a decomposition turns into one of these.
-# test_facts.py compares.
+# tests/split/test_facts.py compares.
 _MAY_BECOME_IN_PLACE = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
 
 
