@@ -51,8 +51,8 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
         if not has_parts and not names.TOKENS.get(metadata):
             return compiled(*args)
         # Tokens and parts would shift the outputs (splits.md, fault 18). The call is made all the
-        # same: AOTAutograd expects a first call. That may raise where it takes a token or a part
-        # for an output, and makes a view of it.
+        # same, else the first call of a training step would get the fake outputs. AOTAutograd may
+        # raise here, where it takes a token or a part for an output, and makes a view of it.
         with contextlib.suppress(Exception):
             compiled(*args)
         return None
@@ -197,7 +197,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_cut_backward_settings(cutting.cache_key if cached else None))
             if cached is not None:
-                stack.enter_context(cached.running_by(cutting.make_backward))
+                stack.enter_context(cached.made_by(cutting.make_backward))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph

@@ -20,8 +20,8 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
 
     A DDP module has an attribute that says so, but copies and pickles of the module inherit the
     attribute, although each has a Reducer of its own. So the attribute is trusted only for a
-    Reducer that was asked about here before it rebuilt its buckets, as one is in each step of
-    compiled code; for others DDP's log decides, which knows of the rebuild a step later.
+    Reducer of which this was asked before it rebuilt its buckets (each step of compiled code asks).
+    For others DDP's log decides, which knows of the rebuild a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.get(ddp), names.REDUCER.get(ddp)
     if not follows_arrival_order(ddp):

@@ -48,7 +48,7 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     tensors = list(tensors)
     try:  # all at once: most often each has a count
         return list(map(_version, tensors))
-    except (AttributeError, RuntimeError):  # it has no count, or is one of inference mode
+    except (AttributeError, RuntimeError):  # some tensor has no count, as in inference mode
         return [_version(tensor) if _is_counted(tensor) else 0 for tensor in tensors]
 
 

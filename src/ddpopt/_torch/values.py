@@ -94,11 +94,11 @@ def constant_of(value: object) -> int | None:
 
 @contextlib.contextmanager
 def hidden_float_symbols(graph: fx.Graph, fake_mode: Any) -> Iterator[None]:
-    """Hide, in a block, symbols of float arguments that do not occur in `graph` from AOTAutograd.
+    """Hide from AOTAutograd, in a block, symbols of float arguments that do not occur in `graph`.
 
-    It turns all float symbols that it finds unused into constants, and makes Dynamo start over.
-    That is right for a whole graph, but another section may use what this one does not: the graph
-    would be recompiled at each new value.
+    AOTAutograd turns all float symbols that it finds unused into constants, and makes Dynamo start
+    over. That is right for a whole graph, but another section may use what this one does not: the
+    graph would be recompiled at each new value.
     """
     shape_env = names.SHAPE_ENV.get(fake_mode)
     if shape_env is None:
