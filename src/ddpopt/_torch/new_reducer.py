@@ -169,29 +169,31 @@ def replace_reducer(
         settle(problem)
         return done  # type: ignore[return-value]  # `settle` has raised the problem
 
-    change = do_alone(lambda: Change(ddp, buckets, caps_bytes, num_arrivals))
-    # Whether all ranks are at the same point, so that the way back may communicate. After an error
-    # in the first steps, which communicate, another rank may be anywhere in them.
-    are_together = True
-    try:
-        gradients = do_alone(lambda: change.make(change.after))
-        are_together = False
-        change.pass_known_first_steps(change.after, gradients)
+    # A program may ask in inference mode, whose tensors could be no buckets in training.
+    with torch.inference_mode(False):
+        change = do_alone(lambda: Change(ddp, buckets, caps_bytes, num_arrivals))
+        # Whether all ranks are at the same point, so that the way back may communicate. After an
+        # error in the first steps, which communicate, another rank may be anywhere in them.
         are_together = True
-        do_alone(change.register_hook)
-    except Exception as error:
         try:
-            gradients = change.make(change.before)
-            if are_together:
-                change.pass_known_first_steps(change.before, gradients)
-            change.register_hook()
-        except Exception as failure:
-            raise PeerError(
-                "ddpopt was giving this DistributedDataParallel new buckets, which failed "
-                f"({error}), and then those that it had, which failed too ({failure}): it has none "
-                "now; do not go on, and start all ranks again"
-            ) from error
-        raise
+            gradients = do_alone(lambda: change.make(change.after))
+            are_together = False
+            change.pass_known_first_steps(change.after, gradients)
+            are_together = True
+            do_alone(change.register_hook)
+        except Exception as error:
+            try:
+                gradients = change.make(change.before)
+                if are_together:
+                    change.pass_known_first_steps(change.before, gradients)
+                change.register_hook()
+            except Exception as failure:
+                raise PeerError(
+                    "ddpopt was giving this DistributedDataParallel new buckets, which failed "
+                    f"({error}), and then those that it had, which failed too ({failure}): it has "
+                    "none now; do not go on, and start all ranks again"
+                ) from error
+            raise
 
 
 class Formation(NamedTuple):

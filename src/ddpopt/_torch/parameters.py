@@ -231,11 +231,9 @@ def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def accumulate_node(parameter: torch.Tensor) -> Any:
     """The autograd node that accumulates a gradient; it lives while somebody holds it."""
-    # Autograd shows it as the node before the one of any operator that takes the parameter.
-    with requiring_grad([parameter]):
-        view = parameter.view_as(parameter)
-    assert view.grad_fn is not None
-    return view.grad_fn.next_functions[0][0]
+    # A program may ask where gradients are off.
+    with torch.inference_mode(False), requiring_grad([parameter]):
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def accumulate_nodes(result: torch.Tensor) -> list[Any]:
