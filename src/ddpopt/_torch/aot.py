@@ -167,8 +167,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 cutting.edit_forward(graph)
                 forwards.append(compile_inner(graph, graph_inputs, **options))
                 return forwards[-1]
-            # The inputs of the backward whose memory is the same in each call, by number.
-            static = set(options.pop(names.STATIC_INPUTS.text, ()))
+            # The backward's inputs, by number, whose memory is the same in each call.
+            static_inputs = set(options.pop(names.STATIC_INPUTS.text, ()))
             (whole_output,) = graph.graph.find_nodes(op="output")
             if names.STRIDES_KEPT.text not in whole_output.meta:
                 raise names.STRIDES_KEPT.drift()  # Inductor sets it in each backward
@@ -180,9 +180,9 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 values: Any = output.args[0]
                 # Inductor keeps the strides of these; the next section relies on them.
                 output.meta[names.STRIDES_KEPT.text] = list(range(len(values)))
-                kept = [i for i, origin in enumerate(origins) if origin in static]
-                static_inputs = {names.STATIC_INPUTS.text: kept}
-                return compile_inner(section, section_inputs, **static_inputs, **options)
+                static = [i for i, origin in enumerate(origins) if origin in static_inputs]
+                own_options = {**options, names.STATIC_INPUTS.text: static}
+                return compile_inner(section, section_inputs, **own_options)
 
             sections, data = cutting.compile_backward(graph, list(graph_inputs), compile_section)
             _note_none_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored

@@ -136,7 +136,8 @@ def sets_grad_mode(name: str) -> bool:
 def region_partners() -> dict[str, str]:
     """The names of calls that switch on a global state, with those that switch it off.
 
-    Those of autocast and of no_grad are not among them.
+    Autocast's are not among them: a section may begin while it is on. Nor are those of no_grad,
+    which one function switches on and off.
     """
     pairs = (
         (names.ENTER_VMAP, names.EXIT_VMAP),
