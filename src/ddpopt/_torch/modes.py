@@ -43,13 +43,14 @@ def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[ParameterIndex, ...]
     """The parameters, by index, whose gradient makes DDP reduce the delayed ones."""
     if not has_delayed_parameters(ddp):
         return ()
-    hook = names.DELAYED_HOOK.get(type(ddp))
-    return tuple(
-        p.index
-        for tensor, p in reducer_parameters(ddp).items()
-        for found in (names.TENSOR_HOOKS.get(tensor) or {}).values()
-        if getattr(found, "__func__", None) is hook
-    )
+    # A method of DDP's, which DDP has put as a hook on the tensors of these parameters.
+    delayed_hook = names.DELAYED_HOOK.get(type(ddp))
+    indices = []
+    for tensor, parameter in reducer_parameters(ddp).items():
+        hooks = (names.TENSOR_HOOKS.get(tensor) or {}).values()
+        if any(getattr(hook, "__func__", None) is delayed_hook for hook in hooks):
+            indices.append(parameter.index)
+    return tuple(indices)
 
 
 class BucketReduction:

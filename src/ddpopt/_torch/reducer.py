@@ -63,7 +63,7 @@ class LoggedStep(NamedTuple):
 
 def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
     """The last step that DDP timed: it times the first ten, then every hundredth."""
-    logged = log_of(ddp)  # which has times in nanoseconds
+    logged = log_of(ddp)  # which has times, in nanoseconds, once DDP has timed a step
     return LoggedStep(
         number=int(logged.get(names.ITERATION.text, 0)),
         forward_s=logged.get(names.FORWARD_TIME.text, 0) / 1e9,
