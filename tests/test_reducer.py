@@ -19,6 +19,7 @@ from ddpopt.reducer import (
     ReducerRules,
     compare_order,
     find_misplaced,
+    known_buckets,
     predict_buckets,
 )
 from ddpopt.split import state
@@ -65,9 +66,8 @@ def test_buckets_equal_those_of_the_reducers_own_function(
     tensors, sparse, caps, is_rebuilt = case
     parameters = [_parameter(i, t, s) for i, (t, s) in enumerate(zip(tensors, sparse, strict=True))]
     arrival = list(reversed(parameters)) if is_rebuilt else parameters
-    predicted = predict_buckets(
-        arrival, ReducerRules(caps_bytes=tuple(caps), is_rebuilt=is_rebuilt)
-    )
+    rules = ReducerRules(caps_bytes=tuple(caps), is_rebuilt=is_rebuilt)
+    predicted = predict_buckets(arrival, rules)
     indices = [p.index for p in arrival] if is_rebuilt else []
     # With sparse gradients, which `assigned_by_torch` has no argument for.
     real, _ = dist._compute_bucket_assignment_by_size(
@@ -76,6 +76,9 @@ def test_buckets_equal_those_of_the_reducers_own_function(
     if not is_rebuilt:
         real.reverse()  # as DistributedDataParallel does
     assert [[p.index for p in bucket.parameters] for bucket in predicted] == real
+    if is_rebuilt:
+        # Each group, such as a dtype, goes through the limits by itself.
+        assert known_buckets(parameters, real, rules) == predicted
 
 
 @pytest.mark.quick("{}")

@@ -26,7 +26,7 @@ class Lifetime(enum.Enum):
     CODE = "at torch._dynamo.reset(), which drops compiled code"
 
 
-# Slots of this package, for the life of the process; what is in them ends as `Lifetime` says.
+# The slots of Lifetime.CODE. Slots live as long as the process, what is in them as their kind says.
 _of_code: list[ModuleSlot[Any]] = []
 
 
@@ -46,6 +46,7 @@ class ModuleSlot(Generic[T]):
             _of_code.append(self)
 
     def get(self, ddp: DistributedDataParallel) -> T:
+        """The module's value; a default, which is not kept, if it has none."""
         value = self._values.get(self._key(ddp), _MISSING)
         return self._default() if value is _MISSING else value
 

@@ -50,7 +50,8 @@ def backend(
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
     """
     resolved = resolve_options(mode, options)
-    _torch.tell_of_reset(backend)
+    _torch.tell_of_reset(backend)  # at each compile: a reset forgets whom to call at the next
+    # Without an error below, this is the reason if there is no DDP module.
     ddp, is_guarded, refusal = None, False, NotCutError(Reason.NO_DDP)
     try:
         ddp = recomputation.ddp_to_compile_for()
@@ -68,6 +69,7 @@ def backend(
         refusal = NotCutError.because_of(error)
     try:
         if ddp is not None and is_guarded:
+            # For other modules, with which Dynamo will share the code that is compiled now.
             start = functools.partial(_see_to_buckets, resolved)
             return compiler.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
         if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
@@ -100,7 +102,7 @@ def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
 
 
 def _trains_without_ddp(example_inputs: Sequence[Any]) -> bool:
-    """Whether the graph's parameters are trained, while no DDP module is known."""
+    """Whether one of a graph's inputs is a trained parameter, while no DDP module is known."""
     return not state.has_modules() and any(
         isinstance(value, torch.nn.Parameter) and value.requires_grad for value in example_inputs
     )
@@ -108,7 +110,7 @@ def _trains_without_ddp(example_inputs: Sequence[Any]) -> bool:
 
 @functools.cache
 def _warn_of_ranks(num_ranks: int) -> None:
-    """Warn, once, that nothing is split here, if there are several ranks."""
+    """Warn, once per process, that nothing is split here, if there are several ranks."""
     if num_ranks > 1:
         _logs.warning(
             "%d ranks run this model outside DistributedDataParallel: there ddpopt splits nothing, "
@@ -144,7 +146,7 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
 
 def _check_is_on(options: Options) -> None:
     """Raise NotCutError if splitting is switched off, or TorchDriftError if it cannot work."""
-    if options.drift:
+    if options.drift:  # torch lacks a name that the inner compiler needs
         raise TorchDriftError(options.drift)
     # `optimize_ddp = False` turns off the in-tree optimizer, a workaround that stands in many
     # programs. It does not switch ddpopt off: Dynamo gives us the same graphs as if it were True.
@@ -168,6 +170,7 @@ def _guard_on_rules(
         rules=state.rules_of(ddp),
         saves_tensors=any(isinstance(v, torch.Tensor) and v.requires_grad for v in values),
     )
+    # The module's state drops the code when its rules change; code without a module stays.
     code = [] if ddp is None else state.get(ddp).code
     recomputation.note_compiled(version)
     _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
@@ -194,23 +197,26 @@ def install() -> None:
 
 
 class _Noting(Subscriber):
-    """Notes for any module which graphs run in one forward."""
+    """Tells the state of a module, if it has one, when a forward begins and ends.
+
+    In between the state notes which graphs run.
+    """
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        known = state.find(ddp)
-        if known is not None:
-            known.begin_forward()
+        ddp_state = state.find(ddp)
+        if ddp_state is not None:
+            ddp_state.begin_forward()
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        known = state.find(ddp)
-        if known is not None:
-            known.end_forward()
+        ddp_state = state.find(ddp)
+        if ddp_state is not None:
+            ddp_state.end_forward()
 
 
 class _Verifying(Subscriber):
-    """Verifies any module by itself, where `config.verify` asks for it."""
+    """Verifies the first step of any module, where `config.verify` asks for it."""
 
-    may_raise = True
+    may_raise = True  # a step that is not eager's is to end the training
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         first_step.before_forward(ddp, forward)
@@ -220,7 +226,7 @@ class _Verifying(Subscriber):
 
 
 def _begin_anew() -> None:
-    """Forget what `torch._dynamo.reset()` drops, and hide what it forgets to leave alone."""
+    """Follow `torch._dynamo.reset()`: forget the graphs that it drops, see also `hide_again`."""
     state.forget_all()
     _torch.hide_again()
 

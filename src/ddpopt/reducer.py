@@ -92,13 +92,22 @@ def known_buckets(
 ) -> tuple[Bucket, ...]:
     """Buckets that the Reducer has, had or will be given, from the indices of their parameters.
 
-    They are in launch order.
+    They are in launch order, which is the order in which those of a group were closed. LIMIT: DDP
+    launches the buckets of its construction last first, so if these stay (`is_rebuilt` is false) a
+    bucket may be shown with the limit of another one.
     """
     by_index = {parameter.index: parameter for parameter in parameters}
     closed: list[tuple[list[Parameter], int]] = []
+    num_closed = collections.Counter[str]()  # by group
     for indices in actual:
         members = [by_index[parameter_index] for parameter_index in indices]
-        closed.append((members, _cap_of(rules.caps_bytes, len(closed))))
+        if any(parameter.is_sparse for parameter in members):  # alone, see `_fill`
+            cap_bytes = members[0].num_bytes
+        else:
+            group = members[0].group
+            cap_bytes = _cap_of(rules.caps_bytes, num_closed[group])
+            num_closed[group] += 1
+        closed.append((members, cap_bytes))
     return number_buckets(closed)
 
 
@@ -119,16 +128,20 @@ class Misplaced(NamedTuple):
 
 
 def find_misplaced(
-    own: Sequence[Parameter], planned: Sequence[Bucket], actual: Sequence[Sequence[ParameterIndex]]
+    parameters_of_graph: Sequence[Parameter],
+    planned: Sequence[Bucket],
+    actual: Sequence[Sequence[ParameterIndex]],
 ) -> Misplaced | None:
-    """The first parameter of `own` that is reduced in another bucket than planned.
+    """The first parameter of a graph that is reduced in another bucket than planned.
 
-    `actual` are the Reducer's buckets by parameter index. Only parameters of `own` are compared:
-    how the rest of a bucket is composed changes nothing for a graph that holds `own`.
+    `actual` are the Reducer's buckets by parameter index. Only the graph's parameters are compared:
+    how the rest of a bucket is composed changes nothing for it. Nor does the number of a bucket: it
+    may have others before it which hold nothing of the graph. None if gradients of the graph share
+    buckets as planned, and these have the planned order.
     """
-    own_indices = {parameter.index for parameter in own}
+    own_indices = {parameter.index for parameter in parameters_of_graph}
     actual_bucket_of: dict[ParameterIndex, BucketIndex] = {}
-    # The members of `own` in each actual bucket, without buckets that have none.
+    # The graph's parameters in each actual bucket, without buckets that have none.
     actual_parts: list[set[ParameterIndex]] = []
     for number, indices in numbered(BucketIndex, actual):
         actual_bucket_of.update(dict.fromkeys(indices, number))
@@ -150,10 +163,10 @@ def find_misplaced(
         part = actual_parts.pop(0) if members and actual_parts else set()
         if part == {parameter.index for parameter in members}:
             continue
-        # Name first who left the bucket, then who joined it. Where the numbers of both buckets are
-        # equal, only others differ.
+        # Name first who left the bucket, then who joined it; nobody whose two numbers are equal,
+        # since the user reads both.
         left = [parameter for parameter in members if parameter.index not in part]
-        joined = [parameter for parameter in own if parameter.index in part]
+        joined = [parameter for parameter in parameters_of_graph if parameter.index in part]
         for parameter in (*left, *joined, *members):
             planned_number = planned_bucket_of[parameter.index]
             actual_number = actual_bucket_of[parameter.index]
@@ -165,8 +178,8 @@ def find_misplaced(
 class Order(enum.Enum):
     """How the order of gradients in actual buckets differs from that in planned ones."""
 
-    EQUAL = enum.auto()  # only the ends of buckets differ
-    OTHERS_MOVED = enum.auto()  # without certain parameters it is equal
+    EQUAL = enum.auto()  # where buckets end may differ
+    OTHERS_MOVED = enum.auto()  # it is equal without the `others` of `compare_order`
     DIFFERENT = enum.auto()
 
 
@@ -178,7 +191,7 @@ def compare_order(
     """Compare the order of gradients; `others` are the parameters, by index, that may have moved.
 
     Buckets hold parameters of one group, and those of several groups close in an order of their
-    own: the order within each group counts.
+    own: the order within each group counts. Only parameters of planned buckets are compared.
     """
     group_of = {p.index: p.group for bucket in planned for p in bucket.parameters}
     planned_order = [parameter.index for bucket in planned for parameter in bucket.parameters]
@@ -203,7 +216,7 @@ def _fill(
 ) -> list[tuple[list[Parameter], int]]:
     """Pack parameters in the given order; return the buckets in the order of their closing.
 
-    Each comes with the limit that applied.
+    Each comes with the limit that applied; a sparse parameter gets a bucket for itself, at once.
     """
     closed: list[tuple[list[Parameter], int]] = []
     # For each group: the bucket that is being filled, its size, and how many were closed before it.
@@ -240,7 +253,7 @@ def _cap_of(caps_bytes: Sequence[int], num_closed: int) -> int:
 
 
 def number_buckets(closed: Sequence[tuple[list[Parameter], int]]) -> tuple[Bucket, ...]:
-    """The buckets of these parameters, each with the limit that applied, in launch order."""
+    """Buckets of these parameters and limits, numbered in the order given, that of their launch."""
     return tuple(
         Bucket(index=index, parameters=tuple(parameters), cap_bytes=cap)
         for index, (parameters, cap) in numbered(BucketIndex, closed)

@@ -1,23 +1,19 @@
-"""Dynamo and its graphs, also where a release of torch moved a name."""
+"""Who compiles a graph, and when anew, also where a release of torch moved a name."""
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.backends.distributed as in_tree
-from torch import fx, nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt._torch.names import PrivateName
-from ddpopt.errors import Reason, TorchDriftError
+from ddpopt.errors import Reason
 from tests.support.beside import Beside
-from tests.support.graphs import Capture
 from tests.support.models import MLP, batches
 from tests.support.registration import uninstall
 
@@ -57,24 +53,6 @@ def test_a_ddp_attribute_that_moved_means_unsplit(
     assert len([r for r in caplog.records if f"{name}, which" in r.getMessage()]) == 1
 
 
-def test_a_graph_without_the_marks_that_dynamo_gives_each_is_drift() -> None:
-    """Where nobody has traced it again: then it is none of Dynamo's."""
-    capture = Capture()
-    torch.compile(MLP(1), backend=capture)(torch.ones(2, 64))
-    gm = capture.gm
-    _torch.check_dynamo_graph(gm)
-    for row, metas in (
-        (names.EXAMPLE_VALUE, [node.meta for node in gm.graph.nodes]),
-        (names.COMPILE_ID, [gm.meta]),
-    ):
-        values = [meta.pop(row.text, None) for meta in metas]
-        with pytest.raises(TorchDriftError, match=row.text):
-            _torch.check_dynamo_graph(gm)
-        for meta, value in zip(metas, values, strict=True):
-            meta[row.text] = value
-    _torch.check_dynamo_graph(fx.GraphModule(nn.Module(), fx.Graph()))
-
-
 def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -91,21 +69,3 @@ def test_a_guard_asks_for_checkpoints_only_where_tensors_are_saved_by_hooks(
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert _torch.checkpointed_region() is None
     assert rows_read == [names.SAVED_TENSOR_HOOKS] * 2 + [names.CHECKPOINT_FRAME]
-
-
-def test_tensors_that_share_memory_have_equal_keys_as_long_as_one_lives() -> None:
-    """Torch's object for the memory may be gone meanwhile; a sparse tensor has no key."""
-    tensors = [torch.empty(4) for _ in range(100)]
-    keys = list(map(_torch.storage_key, tensors))
-    gc.collect()
-    assert [_torch.storage_key(tensor[1:]) for tensor in tensors] == keys
-    assert len(set(keys)) == 100
-    assert _torch.storage_key(torch.empty(4).to_sparse()) is None
-
-
-def test_only_a_tensor_that_can_be_taken_apart_is_a_subclass() -> None:
-    """No parameter is, nor is a tensor of a class that keeps no others."""
-    assert _torch.is_subclass(TwoTensor(torch.ones(1), torch.ones(1)))
-    relabeled = torch.ones(1).as_subclass(type("Relabeled", (torch.Tensor,), {}))
-    for value in (torch.ones(1), torch.nn.Parameter(torch.ones(1)), relabeled, 1, None):
-        assert not _torch.is_subclass(value)

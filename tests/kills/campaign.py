@@ -23,7 +23,7 @@ _TESTS_OF = {
         "tests/_torch/test_texts.py",
         "tests/split/test_guesses.py",
     ),
-    "_torch/dynamo.py": ("tests/_torch/test_dynamo.py", "tests/_torch/test_texts.py"),
+    "_torch/graphs.py": ("tests/_torch/test_graphs.py", "tests/_torch/test_texts.py"),
     "_text.py": ("tests/test_text.py",),
     "_torch/modes.py": ("tests/_torch/test_ddp.py", "tests/_torch/test_reducer_parameters.py"),
     "_torch/new_reducer.py": ("tests/_torch/test_ddp.py", "tests/planning/test_rebucket.py"),

@@ -82,6 +82,23 @@ FP16 = dist.BuiltinCommHookType.FP16_COMPRESS
 
 
 @on_ranks(2)
+@pytest.mark.quick("inference_mode")
+@pytest.mark.parametrize(
+    "gradients_off", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_buckets_can_change_where_gradients_are_off(rank: int, gradients_off: Any) -> None:
+    """Between steps a loop may be in the block of an evaluation; training goes on as eager's."""
+    expected, ddp = twins(MLP())
+    run = compiled(ddp)
+    inputs = batches(rank, [(4, 64)] * 3)
+    assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
+    with gradients_off():
+        ddpopt.rebucket(ddp, plan_of(ddp.module, SIZES_OF_MLP))
+    assert_equal_states(train(ddp, inputs, run), train(expected, inputs))
+    _assert_sizes(ddp)
+
+
+@on_ranks(2)
 @pytest.mark.quick("[2, 3]-_scale")
 @pytest.mark.parametrize(
     ("kinds", "name"), [([2, 3], "_scale"), ([2, FP16], "_scale"), ([FP16], str(FP16))], ids=str

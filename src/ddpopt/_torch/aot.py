@@ -13,22 +13,25 @@ from torch import fx
 
 from ddpopt._indices import Argument
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import CompilerFn, fake_mode_of, lookup_backend
+from ddpopt._torch.dynamo import CompilerFn, lookup_backend
 from ddpopt._torch.names import PrivateName
+from ddpopt._torch.values import fake_mode_of
 from ddpopt.errors import NotCutError, Reason
 
 
 @contextlib.contextmanager
 def section_tracing() -> Iterator[Callable[..., Any]]:
-    """Give the section compiled in this block a TracingContext of its own.
+    """Give the forward section compiled in this block a TracingContext of its own.
 
     AOTAutograd writes a graph's metadata into Dynamo's TracingContext, and keeps the context for
     whatever it compiles of that graph later: with one context for all sections it would find the
-    last one's metadata. Guards and fake mode stay shared. Yields a function that makes the
-    section's first call, which has to be made inside this block, and returns the section's fake
-    outputs, with the strides that Inductor chose. That function returns None if AOTAutograd
-    compiled nothing, or if the compiled code returns more than the section does: effect tokens, or
-    the parts of a tensor subclass (the caller says by `has_parts` whether there are any).
+    last one's metadata. Guards and fake mode stay shared.
+
+    Yields `call_first(compiled, args, has_parts)`, which makes the compiled section's first call,
+    and has to be called inside this block. It returns the section's fake outputs, with the strides
+    that Inductor chose; None if AOTAutograd compiled nothing, or if the compiled code returns more
+    than the section does: effect tokens, or the parts of a tensor subclass (the caller says by
+    `has_parts` whether there are any). Outside of Dynamo it always returns None.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
@@ -36,18 +39,20 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
         return
     context = copy.copy(outer)
     names.FW_METADATA.set(None, context)
+    # Code that AOTAutograd compiles while this is set returns fake outputs from its first call.
     names.FAKIFY_FIRST_CALL.set(True, context)
+    # That call has fake arguments, which the program's hooks on saved tensors are not to see.
     no_hooks = names.NO_SAVED_TENSOR_HOOKS.get()
 
     def call_first(compiled: Callable[..., Any], args: Sequence[Any], has_parts: bool) -> Any:
         metadata = names.FW_METADATA.get(context)
-        if metadata is None:
+        if metadata is None:  # AOTAutograd has not written any, so it compiled nothing
             return None
         if not has_parts and not names.TOKENS.get(metadata):
             return compiled(*args)
         # Tokens and parts would shift the outputs (splits.md, fault 18). The call is made all the
-        # same: AOTAutograd expects a first call. That may raise where it takes a token or a part
-        # for an output, and makes a view of it.
+        # same, else the first call of a training step would get the fake outputs. AOTAutograd may
+        # raise here, where it takes a token or a part for an output, and makes a view of it.
         with contextlib.suppress(Exception):
             compiled(*args)
         return None
@@ -57,19 +62,27 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
             yield call_first
     finally:
         names.FAKIFY_FIRST_CALL.set(False, context)
-        _forget_donated(context)
+        _note_none_donated(context)
 
 
-def _forget_donated(context: Any) -> None:
-    """Make the metadata, which may be stored, say that backward overwrites no saved tensors."""
+def _note_none_donated(context: Any) -> None:
+    """Say in the metadata of a TracingContext's graph that backward overwrites no saved tensors.
+
+    AOTAutograd, which may store the metadata, looks there in a backward with retain_graph, when the
+    settings of `_no_donated_buffers` no longer hold.
+    """
     metadata = None if context is None else names.FW_METADATA.get(context)
     if metadata is not None:
-        names.DONATED_IDXS.set([], metadata)  # AOTAutograd's spelling of "none"
+        # Under those settings it is left None, which is taken for "some" there.
+        names.DONATED_IDXS.set([], metadata)
 
 
 @contextlib.contextmanager
 def _no_donated_buffers(further_tag: str = "") -> Iterator[None]:
-    """Compile backward now, and make it leave saved tensors unchanged.
+    """Make what is compiled in this block leave saved tensors unchanged in its backward.
+
+    The backward is compiled with its forward, while the settings hold. What is compiled is stored
+    in torch's caches with a tag, to which `further_tag` is added.
 
     Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
     compiled in a backward with retain_graph=True. Its cache does not distinguish the two
@@ -77,18 +90,19 @@ def _no_donated_buffers(further_tag: str = "") -> Iterator[None]:
     backward needs. AOTAutograd's own cache avoids that, but a section's first call bypasses it.
     """
     settings = names.settings({names.DONATED_BUFFER: False, names.COMPILE_BACKWARD_NOW: True})
-    with settings, _tagging_cache(f"{_cache_tag()}{_NOT_DONATED}{further_tag}"):
+    with settings, _tagged_cache(f"{_users_cache_tag()}{_NOT_DONATED}{further_tag}"):
         yield
 
 
 _NOT_DONATED = " ddpopt: no donated buffers"
 
 
-def _cache_tag() -> str:
+def _users_cache_tag() -> str:
+    """The tag that the program has set for torch's caches; empty if it has set none."""
     return str(torch.compiler.config.cache_key_tag)
 
 
-def _tagging_cache(tag: str) -> contextlib.AbstractContextManager[None]:
+def _tagged_cache(tag: str) -> contextlib.AbstractContextManager[None]:
     """Let torch's caches find, in a block, only what was stored with this tag."""
     config: Any = torch.compiler.config  # its `patch` has no types
     patched: contextlib.AbstractContextManager[None] = config.patch(cache_key_tag=tag)
@@ -133,15 +147,17 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
     """A compiler like `inductor`, which `inductor()` made, but with a cut backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
-        names.COMPILE_FX_INNER.get()  # an error of ours is one of Inductor's once that compiles
-        cached = None if cutting.cache_key is None else _cached()
-        tag = _cache_tag() + _NOT_DONATED
+        """Compile one graph; Inductor calls `inner_compile` for its forward and its backward."""
+        # Looked up now: raised while Inductor compiles, TorchDriftError would be Inductor's error.
+        names.COMPILE_FX_INNER.get()
+        cached = None if cutting.cache_key is None else _find_cached_module()
+        tag = _users_cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
             # Bundling turns Inductor's own cache off; it is on for this graph. The tag is without
             # the cut's key, since the code of a graph does not depend on where others are cut.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
-            with _tagging_cache(tag), not_bundled:
+            with _tagged_cache(tag), not_bundled:
                 return compile_part(graph, values, **options)
 
         forwards: list[Any] = []
@@ -151,7 +167,8 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 cutting.edit_forward(graph)
                 forwards.append(compile_inner(graph, graph_inputs, **options))
                 return forwards[-1]
-            static = set(options.pop(names.STATIC_INPUTS.text, ()))
+            # The backward's inputs, by number, whose memory is the same in each call.
+            static_inputs = set(options.pop(names.STATIC_INPUTS.text, ()))
             (whole_output,) = graph.graph.find_nodes(op="output")
             if names.STRIDES_KEPT.text not in whole_output.meta:
                 raise names.STRIDES_KEPT.drift()  # Inductor sets it in each backward
@@ -163,12 +180,12 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 values: Any = output.args[0]
                 # Inductor keeps the strides of these; the next section relies on them.
                 output.meta[names.STRIDES_KEPT.text] = list(range(len(values)))
-                kept = [i for i, origin in enumerate(origins) if origin in static]
-                static_inputs = {names.STATIC_INPUTS.text: kept}
-                return compile_inner(section, section_inputs, **static_inputs, **options)
+                static = [i for i, origin in enumerate(origins) if origin in static_inputs]
+                own_options = {**options, names.STATIC_INPUTS.text: static}
+                return compile_inner(section, section_inputs, **own_options)
 
             sections, data = cutting.compile_backward(graph, list(graph_inputs), compile_section)
-            _forget_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
+            _note_none_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
             if cached is not None and cached.are_storable([*forwards, *sections]):
                 return cached.CutBackward(sections, data)
             # Without bundling AOTAutograd stores no entry for the graph; Inductor still stores its
@@ -180,7 +197,7 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_cut_backward_settings(cutting.cache_key if cached else None))
             if cached is not None:
-                stack.enter_context(cached.running_by(cutting.make_backward))
+                stack.enter_context(cached.made_by(cutting.make_backward))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
@@ -190,11 +207,11 @@ def for_sections(compiler: CompilerFn) -> CompilerFn:
     """A compiler like this one, for sections of a forward.
 
     It is this one itself, or if `inductor()` made that, Inductor with `compile_part` as its inner
-    compiler.
+    compiler. (A backward's sections are compiled so by `aot_inductor`.)
     """
     if not isinstance(compiler, names.INDUCTOR.get()):
         return compiler
-    names.COMPILE_FX_INNER.get()  # an error of ours is one of Inductor's once that compiles
+    names.COMPILE_FX_INNER.get()  # now, as in `aot_inductor`
     compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
 
     def compile_section(section: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -220,7 +237,7 @@ def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
     settings: dict[PrivateName, Any] = {}
     if has_complex_values(graph):
         reinplace = names.REINPLACE_PASS.name
-        names.REINPLACE_PASS.get()  # the pass might have another name if the function has
+        names.REINPLACE_PASS.get()  # raises if the function, and so the pass, has another name
         # LIMIT: TORCHINDUCTOR_DISABLED_PASSES in the environment overrides this.
         disabled = ",".join(filter(None, [str(names.DISABLED_PASSES.get()), reinplace]))
         settings = {names.DISABLED_PASSES: disabled, names.REORDER_FOR_MEMORY: False}
@@ -242,12 +259,16 @@ def has_complex_values(gm: fx.GraphModule) -> bool:
     return False
 
 
-def _cached() -> Any:
-    """The module `cached`, None if this release has no such cache."""
+def _find_cached_module() -> Any:
+    """The module `cached`, by which AOTAutograd can store cut backwards.
+
+    None if this release is too old for it, or lacks a name that it needs.
+    """
     if not names.OUTPUT_CODE.is_expected:
         return None
     with names.doing_without(names.Need.CACHE):
-        names.CACHE_KEY.get(names.OUTPUT_CODE.get()())
+        output_code = names.OUTPUT_CODE.get()()  # an object has the key, its class has not
+        names.CACHE_KEY.get(output_code)
         names.OUTPUT_LOADABLE.get()
         return importlib.import_module("ddpopt._torch.cached")  # which loads Inductor
     return None
@@ -276,10 +297,12 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> A
 
 @contextlib.contextmanager
 def _cut_backward_settings(key: str | None) -> Iterator[None]:
-    """Compile backward before the first forward runs, which takes the gates of its sections.
+    """The settings with which a graph is compiled whose backward is cut.
 
-    With a key, AOTAutograd searches its cache for a backward that was cut with that key, and stores
-    the whole result in one entry. Without one, the caches of compiled sections stay on.
+    Backward is compiled before the first forward runs, which takes the gates of its sections. With
+    a `key`, see `CutsBackward.cache_key`, AOTAutograd searches its cache for a backward that was
+    cut with that key, and stores the whole result in one entry. Without one AOTAutograd stores
+    nothing and searches for nothing; Inductor's cache of compiled sections stays on.
     """
     if key is None:
         caches = (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE)
@@ -288,7 +311,8 @@ def _cut_backward_settings(key: str | None) -> Iterator[None]:
         settings = {names.BUNDLED_AUTOGRAD_CACHE: True}
     with _no_donated_buffers("" if key is None else f"; {key}"), names.settings(settings):
         yield
-    _forget_donated(names.TRACING_CONTEXT.get().try_get())
+    # Once more: `aot_eager`, which stores nothing, has not done so.
+    _note_none_donated(names.TRACING_CONTEXT.get().try_get())
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,7 +325,8 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
     """Adapt the metadata of a backward graph to its inputs.
 
     Inductor may have chosen other strides in the forward for what it saved than were traced. What
-    was a view with the traced strides may not be one with those, as after channels-last pooling.
+    was a view with the traced strides may not be one with those, as after channels-last pooling:
+    `view` would raise there, `reshape` copies.
     """
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp  # noqa: PLC0415  # as rarely used
 
@@ -315,6 +340,7 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def _has_strides_of(value: object, other: object) -> bool:
+    """Whether two values do not differ in strides, as two that have none do not."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True
     return value.layout is not torch.strided or value.stride() == other.stride()
@@ -347,7 +373,10 @@ def is_held_outside(placeholder: fx.Node) -> bool:
 
 
 def input_name(index: int, is_held: bool) -> str:
-    """The name by which Inductor tells whether an input's memory is free after its last use."""
+    """A name for the input of a section of a backward; `is_held`: its memory is not to be reused.
+
+    By the beginning of the name Inductor tells whether the memory is free after its last use.
+    """
     return f"{names.HELD_NAME.text if is_held else 'saved'}{index}"
 
 
@@ -382,12 +411,13 @@ def gradient_arguments(backward: fx.GraphModule) -> list[Argument | None]:
     """
     gradient, plain = names.GRADIENT_OUTPUT.get(), names.PLAIN_INPUT.get()
     (output,) = backward.graph.find_nodes(op="output")
-    described = output.meta.get(names.DESCRIPTION.text, ())
-    if len(described) != len(output.args[0]):
+    descriptions = output.meta.get(names.DESCRIPTION.text, ())
+    if len(descriptions) != len(output.args[0]):
         raise NotCutError(Reason.NOT_DESCRIBED)
     arguments: list[Argument | None] = []
-    for text in described:
-        source = names.GRADIENT_OF.get(text) if isinstance(text, gradient) else None
+    for description in descriptions:
+        is_gradient = isinstance(description, gradient)
+        source = names.GRADIENT_OF.get(description) if is_gradient else None
         arguments.append(names.INPUT_INDEX.get(source) if isinstance(source, plain) else None)
     return arguments
 
@@ -422,21 +452,24 @@ def mark_of(node: fx.Node, key: str) -> int | None:
     """The number with which a node was marked, see `set_mark`; None without one."""
     marks = node.meta.get(names.CUSTOM.text) or {}
     value = marks.get(key)
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) else None  # always, but the type is Any
 
 
 def argument_placeholders(forward: fx.GraphModule) -> dict[fx.Node, Argument]:
-    """Return, for each input, which argument it is of the graph that AOTAutograd was given."""
+    """Return, for inputs of a forward, which argument of AOTAutograd's graph each of them is.
+
+    Left out are inputs that are no argument as it was given, such as a part of a tensor subclass.
+    """
     plain = names.PLAIN_INPUT.get()
     placeholders = forward.graph.find_nodes(op="placeholder")
     if not any(names.DESCRIPTION.text in node.meta for node in placeholders):
         raise names.DESCRIPTION.drift()
-    described = {node: node.meta.get(names.DESCRIPTION.text) for node in placeholders}
-    return {
-        node: names.INPUT_INDEX.get(text)
-        for node, text in described.items()
-        if isinstance(text, plain)
-    }
+    arguments: dict[fx.Node, Argument] = {}
+    for node in placeholders:
+        description = node.meta.get(names.DESCRIPTION.text)
+        if isinstance(description, plain):
+            arguments[node] = names.INPUT_INDEX.get(description)
+    return arguments
 
 
 def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
@@ -445,7 +478,8 @@ def inductor(mode: str | None, options: Mapping[str, Any]) -> CompilerFn:
     Raises:
         RuntimeError: an option is unknown or has the wrong type, or the mode is unknown.
     """
-    return names.INDUCTOR.get()(mode, dict(options), None)
+    dynamic = None  # no matter: Dynamo has decided which sizes are dynamic
+    return names.INDUCTOR.get()(mode, dict(options), dynamic)
 
 
 def inductor_options() -> list[str]:

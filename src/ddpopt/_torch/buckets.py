@@ -20,25 +20,29 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
 
     A DDP module has an attribute that says so, but copies and pickles of the module inherit the
     attribute, although each has a Reducer of its own. So the attribute is trusted only for a
-    Reducer that was seen before it rebuilt its buckets; for others DDP's log decides, a step later.
+    Reducer of which this was asked before it rebuilt its buckets (each step of compiled code asks).
+    For others DDP's log decides, which knows of the rebuild a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.get(ddp), names.REDUCER.get(ddp)
-    if not follows_arrival_order(ddp) or (has_rebuilt and reducer in _seen_before_rebuild):
-        return False
+    if not follows_arrival_order(ddp):
+        return False  # its initial buckets stay
     if not has_rebuilt:
         _seen_before_rebuild.add(reducer)
         return True
+    if reducer in _seen_before_rebuild:
+        return False
     try:
         return not log_of(ddp).get(names.HAS_REBUILT.text)
     except TorchDriftError:
-        return False
+        return False  # no step should fail for want of the log: the attribute is believed
 
 
 # Sets of Reducers, not of modules: a module may get another Reducer.
 _seen_before_rebuild: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-# Reducers whose numbers of parameters are ours, and whose first steps `pass_first_steps` has taken.
+# Reducers that `make_reducer` made, so that their numbers of parameters are known, and that
+# `pass_first_steps` has taken through their first steps.
 _rebuilt_here: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -48,14 +52,14 @@ def final_buckets(
     """The Reducer's final buckets, None if DDP does not tell (yet).
 
     DDP's log has them from the step after the one that rebuilt the buckets. A Reducer that keeps
-    its initial buckets, or was taken through its first steps here, reports them itself.
+    its initial buckets, or was taken through its first steps by `pass_first_steps`, is asked.
 
     Raises:
         TorchDriftError: the log numbers parameters otherwise than `reducer_parameters`.
     """
-    are_final = not follows_arrival_order(ddp) or names.REDUCER.get(ddp) in _rebuilt_here
-    logged = None if are_final else logged_buckets(ddp)
-    if logged is None and not are_final:
+    is_asked_alone = not follows_arrival_order(ddp) or names.REDUCER.get(ddp) in _rebuilt_here
+    logged = None if is_asked_alone else logged_buckets(ddp)
+    if logged is None and not is_asked_alone:
         return None
     index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
     buckets = ask_buckets(ddp) or ()
@@ -65,7 +69,8 @@ def final_buckets(
     # `asked` is numbered by `reducer_parameters`, whose order may be a guess; the log has the
     # Reducer's own numbers.
     if not asked and sorted(itertools.chain(*logged)) != sorted(index_of.values()):
-        # The Reducer does not tell whose numbers these are, and some parameters were frozen since.
+        # The Reducer does not tell which parameters have the log's numbers, so that
+        # `reducer_parameters` has taken those that are trained now; some were frozen since.
         return None
     if asked and asked != logged:
         raise TorchDriftError(

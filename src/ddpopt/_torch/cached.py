@@ -20,17 +20,20 @@ else:
 
 # (the compiled sections, data for running them) -> the backward that AOTAutograd runs
 MakeBackward = Callable[[Sequence[Any], Any], Callable[[list[Any]], Any]]
-_run: contextvars.ContextVar[MakeBackward] = contextvars.ContextVar("ddpopt_run")
+_maker: contextvars.ContextVar[MakeBackward] = contextvars.ContextVar("ddpopt_maker")
 
 
 @contextlib.contextmanager
-def running_by(run: MakeBackward) -> Iterator[None]:
-    """Let `run` complete the backwards that are compiled or loaded in this block."""
-    token = _run.set(run)
+def made_by(make_backward: MakeBackward) -> Iterator[None]:
+    """Make with this function what runs in each `CutBackward` that is made or loaded in the block.
+
+    The function is not stored with the sections, so whoever loads them has to give it.
+    """
+    token = _maker.set(make_backward)
     try:
         yield
     finally:
-        _run.reset(token)
+        _maker.reset(token)
 
 
 class CutBackward(_OutputCode):
@@ -44,7 +47,7 @@ class CutBackward(_OutputCode):
         self.sections = list(sections)
         self.data = data
         names.BOXED_CALL.mark(self, True)  # as AOTAutograd requires
-        self._call: Any = _run.get()(self.sections, data)
+        self._call: Any = _maker.get()(self.sections, data)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the first section, and begin a run of the others."""
@@ -64,7 +67,7 @@ class CutBackward(_OutputCode):
             loadable = names.OUTPUT_LOADABLE.get()(section)
             sections.append(loadable.post_compile(loadable.load(inputs), settings))
         self.sections = sections
-        self._call = _run.get()(sections, self.data)
+        self._call = _maker.get()(sections, self.data)
 
     def set_triton_bundle(self, _bundle: Any) -> None:
         """Leave Triton's kernels to the sections, which have them already."""

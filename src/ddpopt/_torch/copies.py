@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import (
+from ddpopt._torch.compiled import (
     compiled_functions,
     compiled_parts,
     context_of,
-    context_of_copy,
+    context_with_own_code,
     unwrap_compiled,
 )
 from ddpopt._torch.new_reducer import make_reducer
@@ -26,11 +26,11 @@ from ddpopt._torch.parameters import names_now, reducer_parameters
 
 
 class CompiledCopy(NamedTuple):
-    """What was made: `model`, the `ddp` in it, and the copy of each module below."""
+    """A copy of a compiled DDP model."""
 
     model: nn.Module
-    ddp: DistributedDataParallel
-    copies: dict[nn.Module, nn.Module]
+    ddp: DistributedDataParallel  # `model` itself, or the DDP module that it wraps
+    copies: dict[nn.Module, nn.Module]  # by the originals: the DDP module and those below
     memo: dict[int, Any]  # as `copy.deepcopy` keeps it: all copies, by the originals' ids
 
 
@@ -41,26 +41,33 @@ def copy_compiled(
 
     Options are the same, comm hooks are left out, and nothing is communicated. Dynamo runs the
     same compiled code for both, unless the copy `has_own_code`, compiled for the copy alone.
+    `deep_copy(value, memo)` copies as `copy.deepcopy` does.
     """
-    parts = compiled_parts(model)
-    contexts = {id(part): context_of_copy(part) if has_own_code else part for part in parts}
     ddp = unwrap_compiled(model)
     assert isinstance(ddp, DistributedDataParallel)
+    memo: dict[int, Any] = {}
+    # With these in the memo, compiled modules are copied with the contexts that they are to have,
+    # and what refers to the DDP module will refer to its copy.
+    for context in compiled_parts(model):
+        memo[id(context)] = context_with_own_code(context) if has_own_code else context
     copied_ddp: DistributedDataParallel = object.__new__(type(ddp))
-    copies: dict[int, Any] = {**contexts, id(ddp): copied_ddp}  # by the original's id
-    module = deep_copy(ddp.module, copies)
-    _copy_ddp(ddp, copied_ddp, module, lambda tensor: deep_copy(tensor, copies))
+    memo[id(ddp)] = copied_ddp
+    module = deep_copy(ddp.module, memo)
+    _copy_ddp(ddp, copied_ddp, module, lambda tensor: deep_copy(tensor, memo))
     optimized = names.OPTIMIZED_MODULE.get()
-    modules = {part: copies[id(part)] for part in ddp.modules() if id(part) in copies}
-    for part, copied in modules.items():
+    # A module may define how it is copied, and then not all below it have copies.
+    copies = {part: memo[id(part)] for part in ddp.modules() if id(part) in memo}
+    for part, copied in copies.items():
         if not isinstance(part, optimized):  # those compile themselves
             for name, function in compiled_functions(part).items():
-                compile_alike = contexts[id(context_of(function))]
-                vars(copied)[name] = compile_alike(rebound(function, copies))
-    outer = None if model is ddp else contexts[id(names.DYNAMO_CTX.get(model))]
-    made = copied_ddp if outer is None else outer(copied_ddp)
-    copies[id(model)] = made
-    return CompiledCopy(made, copied_ddp, modules, copies)
+                copied_context = memo[id(context_of(function))]
+                vars(copied)[name] = copied_context(rebound(function, memo))
+    if model is ddp:  # which `ddp.compile()`, or a part's, has compiled in place
+        copied_model: nn.Module = copied_ddp
+    else:
+        copied_model = memo[id(names.DYNAMO_CTX.get(model))](copied_ddp)
+    memo[id(model)] = copied_model
+    return CompiledCopy(copied_model, copied_ddp, copies, memo)
 
 
 def _copy_ddp(
@@ -74,10 +81,12 @@ def _copy_ddp(
     DDP's constructor would communicate. `copy_of` copies a parameter that the Reducer has and
     `ddp.module` has no more.
     """
-    state = vars(ddp)
-    copied = {name: copy.copy(value) for name, value in state.items() if isinstance(value, dict)}
-    vars(copied_ddp).update({**state, **copied})
+    # Dictionaries are copied, since a module keeps its submodules and hooks in some.
+    for name, value in vars(ddp).items():
+        vars(copied_ddp)[name] = copy.copy(value) if isinstance(value, dict) else value
     copied_ddp.module = module
+    # What the copy has not: comm hooks, a Reducer that rebuilt its buckets, and the original's
+    # no_sync, Reducer, logger and compiled call.
     names.COMM_HOOKS.set([], copied_ddp)
     names.HAS_REBUILT_BUCKETS.set(False, copied_ddp)
     for row in (names.SYNCS_GRADIENTS, names.SYNCS_BUFFERS):
@@ -85,9 +94,9 @@ def _copy_ddp(
     for row in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
         row.set(None, copied_ddp)
     ignored = names.IGNORED_PARAMETERS.get(ddp)
-    own = [parameter for name, parameter in module.named_parameters() if name not in ignored]
-    names.MODULE_PARAMETERS.set(own, copied_ddp)
-    names.ASSIGN_BUFFERS.get(copied_ddp)()
+    parameters = [p for name, p in module.named_parameters() if name not in ignored]
+    names.MODULE_PARAMETERS.set(parameters, copied_ddp)
+    names.ASSIGN_BUFFERS.get(copied_ddp)()  # those of the copied module, which DDP broadcasts
     copied_by_name = dict(module.named_parameters(remove_duplicate=False))
     # By the module's own names, which the copy has too.
     name_of, tensors = names_now(ddp), []
@@ -98,7 +107,7 @@ def _copy_ddp(
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Keep a module that was just made from communicating, in forward and in backward."""
+    """Keep a DDP module that has made no step from communicating, in forward and in backward."""
     names.SYNCS_GRADIENTS.set(False, ddp)
     names.SYNCS_BUFFERS.set(False, ddp)
     if ddp.static_graph:  # its first backward would allreduce despite no_sync
@@ -106,7 +115,10 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 
 
 def rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
-    """The function that `torch.compile` was given; for an original's method, its copy's."""
+    """The function that `torch.compile` made this one of; for an original's method, its copy's.
+
+    `copies` has the copies of objects, by the originals' ids.
+    """
     original = names.ORIG_CALLABLE.get(function)
     # `torch.compile` puts a function around a method of a class that Dynamo skips, since torch 2.15
     # also for `DistributedDataParallel.compile`. Compiling the copy's method puts one around that.
@@ -147,11 +159,11 @@ def replica(
         buffers = names.BUFFERS.get(copied)
         buffers.update({n: tensors.get(b, b) for n, b in buffers.items() if b is not None})
         parameters = names.PARAMETERS.get(original).items()
-        own = {name: None if p is None else tensors[p] for name, p in parameters}
-        for name, tensor in own.items():
+        copied_parameters = {name: None if p is None else tensors[p] for name, p in parameters}
+        for name, tensor in copied_parameters.items():
             if tensor is not None:
                 setattr(copied, name, tensor)  # RNNs rebuild their list of weights when one is set
-        names.PARAMETERS.set(own, copied)
+        names.PARAMETERS.set(copied_parameters, copied)  # for `parameters()`
         for row in _HOOKS:
             if found := row.get(original):
                 row.set(type(found)((key, hooks[id(h)]) for key, h in found.items()), copied)

@@ -11,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _traced
 from ddpopt._torch import names
-from ddpopt._torch.dynamo import innermost_backend
+from ddpopt._torch.compiled import innermost_backend
 from ddpopt._torch.hidden import calls_users_code
 
 
 def active_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward runs; None outside of such forwards."""
     return names.GET_ACTIVE_DDP.get(DistributedDataParallel)()
 
 

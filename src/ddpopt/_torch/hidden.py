@@ -50,7 +50,7 @@ _NAME = __name__.partition(".")[0]
 _FOLDER = Path(__file__).parent.parent
 # Code of ours, which lives as long as the process.
 _calling_users: set[types.CodeType] = set()
-# The code that was found last, each with what Dynamo was told of it.
+# The code of ours that `hide_from_dynamo` found last, each with what it told Dynamo of it.
 _told: list[tuple[types.CodeType, Any]] = []
 # What may hold functions of ours, beside our classes and their instances.
 _HOLDERS = (
@@ -126,6 +126,7 @@ def hide_again() -> None:
 
 
 def _tell_again() -> None:
+    """Tell Dynamo of all code in `_told`."""
     tell = names.SET_STRATEGY.get()
     for code, strategy in _told:
         tell(code, strategy)
@@ -154,4 +155,5 @@ def _imported_code() -> Iterator[types.CodeType]:
 
 
 def _is_ours(kind: type) -> bool:
+    """Whether a class is defined in ddpopt."""
     return kind.__module__.partition(".")[0] == _NAME

@@ -43,13 +43,14 @@ def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[ParameterIndex, ...]
     """The parameters, by index, whose gradient makes DDP reduce the delayed ones."""
     if not has_delayed_parameters(ddp):
         return ()
-    hook = names.DELAYED_HOOK.get(type(ddp))
-    return tuple(
-        p.index
-        for tensor, p in reducer_parameters(ddp).items()
-        for found in (names.TENSOR_HOOKS.get(tensor) or {}).values()
-        if getattr(found, "__func__", None) is hook
-    )
+    # A method of DDP's, which DDP has put as a hook on the tensors of these parameters.
+    delayed_hook = names.DELAYED_HOOK.get(type(ddp))
+    indices = []
+    for tensor, parameter in reducer_parameters(ddp).items():
+        hooks = (names.TENSOR_HOOKS.get(tensor) or {}).values()
+        if any(getattr(hook, "__func__", None) is delayed_hook for hook in hooks):
+            indices.append(parameter.index)
+    return tuple(indices)
 
 
 class BucketReduction:
@@ -62,26 +63,28 @@ class BucketReduction:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        # The function that reduces a bucket to the future of its gradients, None while none does.
-        self.find: Callable[[], Callable[[Any], Any] | None] = lambda: None
+        # Returns the algorithm's function, from a bucket to the future of its gradients; None while
+        # no algorithm is attached. Set by the algorithm's `Handle`.
+        self.find_algorithm: Callable[[], Callable[[Any], Any] | None] = lambda: None
         ddp.register_comm_hook(self, BucketReduction.reduce)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+        return type(None), ()  # a copy, or what is unpickled, is None
 
     @property
     def is_idle(self) -> bool:
         """Whether DDP's own allreduce runs, as if there were no comm hook."""
-        return self.find() is None
+        return self.find_algorithm() is None
 
     def reduce(self, bucket):  # type: ignore[no-untyped-def]  # DDP refuses Any
-        reduce, ddp = self.find(), self._ddp()
+        """The comm hook, which DDP calls with each bucket whose gradients have arrived."""
+        algorithm, ddp = self.find_algorithm(), self._ddp()
         assert ddp is not None  # it is in its backward
-        return allreduce_hook(ddp.process_group, bucket) if reduce is None else reduce(bucket)
+        return allreduce_hook(ddp.process_group, bucket) if algorithm is None else algorithm(bucket)
 
 
 def bucket_reduction(ddp: DistributedDataParallel) -> BucketReduction | None:
-    """The one of this module, None if no algorithm has ever been attached to it."""
+    """This module's `BucketReduction`; None if no algorithm has ever been attached to it."""
     states = (state for _, state in _registered_hooks(ddp) if isinstance(state, BucketReduction))
     return next(states, None)
 
@@ -99,11 +102,11 @@ def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     For each hook: the state that it was registered with, and objects bound to it. Left out is the
     hook of an algorithm that was detached, which only calls DDP's allreduce.
     """
-    found: list[Any] = []
+    states: list[Any] = []
     for hook, state in _registered_hooks(ddp):
         if not (isinstance(state, BucketReduction) and state.is_idle):
-            found += [kept for kept in (state, *_bound_to(hook)) if _may_change(kept)]
-    return found
+            states += filter(_may_change, (state, *_bound_to(hook)))
+    return states
 
 
 def _bound_to(hook: Any) -> list[Any]:

@@ -92,6 +92,7 @@ class PrivateName:
 
     @property
     def is_global(self) -> bool:
+        """Whether the owner is a path, where the name is looked up if a caller gives no object."""
         return self.owner.partition(".")[0] == "torch"
 
     @property
@@ -105,7 +106,7 @@ class PrivateName:
         return _drift_of(self)
 
     def get(self, owner: Any = None) -> Any:
-        """The name's value, or raise TorchDriftError."""
+        """The name's value in the object `owner`, or at the owner's path; or TorchDriftError."""
         try:
             return _read(self, self._find_owner(owner))
         except (AttributeError, ImportError) as error:
@@ -119,7 +120,9 @@ class PrivateName:
             return default
 
     def is_in(self, owner: Any) -> bool:
-        return self.find(owner, _read) is not _read
+        """Whether an object has the name."""
+        missing = object()
+        return self.find(owner, missing) is not missing
 
     def is_name_of(self, called: str) -> bool:
         """Whether a call in a graph is one of this function, by the name of what it calls.
@@ -151,6 +154,7 @@ class PrivateName:
         setattr(own, self.name, value)
 
     def _find_owner(self, given: Any) -> Any:
+        """The object that has the name: the one that a caller gave, or the module or class."""
         if given is not None or not self.is_global:
             return given
         return sys.modules.get(self.owner) or _find_class(self.owner)
@@ -190,7 +194,7 @@ def settings(values: Mapping[PrivateName, Any]) -> Iterator[None]:
     """Give settings of torch's `config` modules these values in this block."""
     with contextlib.ExitStack() as stack:
         for row, value in values.items():
-            row.get()
+            row.get()  # raises TorchDriftError; `patch` would raise something else
             config: Any = importlib.import_module(row.owner)
             stack.enter_context(config.patch({row.name: value}))
         yield

@@ -97,7 +97,7 @@ def find_unknown_setting(ddp: DistributedDataParallel) -> str:
 def find_changed_setting(ddp: DistributedDataParallel) -> str:
     """A setting that was changed on the module after its Reducer was made; "" if none.
 
-    A new Reducer would have the changed value.
+    A new Reducer would have the changed value. DDP's log has what the Reducer was made with.
     """
     logged = log_of(ddp)
     for name in ("find_unused_parameters", "gradient_as_bucket_view"):
@@ -107,15 +107,21 @@ def find_changed_setting(ddp: DistributedDataParallel) -> str:
 
 
 def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
-    """Raise TorchDriftError now if a name that changing buckets in a step needs has moved."""
+    """Raise TorchDriftError if a name that changing buckets in a step needs has moved.
+
+    The tuner asks as it starts, when it can still do without; in a step the other ranks would wait.
+    """
+    of_ddp, of_reducer = names.REDUCER.owner, names.PREPARE_FOR_FORWARD.owner
     for row in names.TABLE:
         if row.need is names.Need.REBUCKET and row.is_expected:
             if row.is_global:
                 row.get()
-            elif row.owner == names.REDUCER.owner and row is not names.STATIC_ENQUEUED:
+            # Of all DDP modules those with a static graph alone have STATIC_ENQUEUED.
+            elif row.owner == of_ddp and row is not names.STATIC_ENQUEUED:
                 row.get(ddp)
-            elif row.owner == names.PREPARE_FOR_FORWARD.owner:
+            elif row.owner == of_reducer:
                 row.get(names.REDUCER.get(ddp))
+    # Three more, whose rows name other needs.
     names.SYNCS_BUFFERS.get(ddp)
     names.GROUP_STORE.get()
     queue_callback()
@@ -163,32 +169,35 @@ def replace_reducer(
         settle(problem)
         return done  # type: ignore[return-value]  # `settle` has raised the problem
 
-    change = do_alone(lambda: Change(ddp, buckets, caps_bytes, num_arrivals))
-    # Whether all ranks have come this far, so that the way back may communicate.
-    are_together = True
-    try:
-        gradients = do_alone(lambda: change.make(change.after))
-        are_together = False
-        change.pass_first_steps(change.after, gradients)
+    # A program may ask in inference mode, whose tensors could be no buckets in training.
+    with torch.inference_mode(False):
+        change = do_alone(lambda: Change(ddp, buckets, caps_bytes, num_arrivals))
+        # Whether all ranks are at the same point, so that the way back may communicate. After an
+        # error in the first steps, which communicate, another rank may be anywhere in them.
         are_together = True
-        do_alone(change.register_hook)
-    except Exception as error:
         try:
-            gradients = change.make(change.before)
-            if are_together:
-                change.pass_first_steps(change.before, gradients)
-            change.register_hook()
-        except Exception as failure:
-            raise PeerError(
-                "ddpopt was giving this DistributedDataParallel new buckets, which failed "
-                f"({error}), and then those that it had, which failed too ({failure}): it has none "
-                "now; do not go on, and start all ranks again"
-            ) from error
-        raise
+            gradients = do_alone(lambda: change.make(change.after))
+            are_together = False
+            change.pass_known_first_steps(change.after, gradients)
+            are_together = True
+            do_alone(change.register_hook)
+        except Exception as error:
+            try:
+                gradients = change.make(change.before)
+                if are_together:
+                    change.pass_known_first_steps(change.before, gradients)
+                change.register_hook()
+            except Exception as failure:
+                raise PeerError(
+                    "ddpopt was giving this DistributedDataParallel new buckets, which failed "
+                    f"({error}), and then those that it had, which failed too ({failure}): it has "
+                    "none now; do not go on, and start all ranks again"
+                ) from error
+            raise
 
 
 class Formation(NamedTuple):
-    """How a Reducer gets its buckets."""
+    """How a Reducer that `Change` makes gets its buckets."""
 
     # In launch order. None if the present Reducer does not tell its buckets: then DDP forms a new
     # one's as its constructor does.
@@ -203,9 +212,10 @@ class Formation(NamedTuple):
 
 
 class Change:
-    """A change of a module's Reducer, and the way back.
+    """A change of a module's Reducer, to `after`, and the way back, to `before`.
 
-    If torch lacks a name that the change needs, this raises, while the former Reducer is in place.
+    If torch lacks a name that the change needs, the constructor raises, while the former Reducer is
+    in place.
     """
 
     def __init__(
@@ -217,17 +227,19 @@ class Change:
     ) -> None:
         if unknown := find_unknown_hook(ddp):
             raise PlanError(unknown)
-        # Needed once there is a new Reducer, and asked of the present one.
+        # Names that are needed of the new Reducer, looked up on the present one.
         for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
             row.get(names.REDUCER.get(ddp))
         self._ddp = ddp
         self._hooks = possible_hooks(ddp)
-        if any(each.hook is None for each in self._hooks):
+        if any(hook.hook is None for hook in self._hooks):  # as `register_hook` will
             names.REGISTER_BUILTIN_HOOK.get(ddp)
         self._reduced = reducer_parameters(ddp)
-        # The Reducer alone may hold the nodes that accumulate gradients, and so users' hooks.
+        # The nodes that accumulate gradients, and may have users' hooks. They are held here, since
+        # nothing but the former Reducer may hold them.
         self._nodes = [accumulate_node(tensor) for tensor in self._reduced]
-        # The parameters, by index, to which DDP gives a gradient.
+        # The parameters, by index, to which DDP gives a gradient in a step. For a static graph the
+        # present Reducer tells, unless it has yet to learn that.
         self._has_gradient: Collection[int] = range(len(self._reduced))
         if ddp.static_graph and num_arrivals is not None:
             self._has_gradient = used_in_static_graph(ddp)
@@ -239,12 +251,13 @@ class Change:
         self.after = Formation(buckets, list(caps_bytes), config, arrivals)
 
     def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
-        """How the present Reducer got its buckets, for another one with the same."""
+        """The `before`: how to make another Reducer with the buckets that the present one has."""
         ddp, buckets, arrivals = self._ddp, None, None
         if (asked := ask_buckets(ddp)) is not None:
             buckets = []
             for bucket in asked:
                 buckets.append([self._reduced[tensor].index for tensor in bucket])
+            # A Reducer that has yet to form its buckets takes its first steps in training.
             if not will_rebuild_buckets(ddp):
                 arrivals = self._num_arrivals(buckets, num_arrivals)
         config = names.BUCKET_CONFIG.get(ddp) if names.BUCKET_CONFIG.is_expected else None
@@ -255,7 +268,7 @@ class Change:
         buckets: Sequence[Sequence[ParameterIndex]],
         num_arrivals: Mapping[ParameterIndex, int] | None,
     ) -> Mapping[ParameterIndex, int] | None:
-        """How often each gradient is to arrive in the steps that a new Reducer is led through.
+        """How often each gradient is to arrive in the first steps of a Reducer with these buckets.
 
         A Reducer forms its buckets from the order of arrival in its first steps. `pass_first_steps`
         takes those, with gradients that arrive bucket by bucket: each once, or, with a static
@@ -273,21 +286,25 @@ class Change:
         return {index: num_arrivals[index] for index in arrival if index in num_arrivals}
 
     def make(self, formation: Formation) -> list[torch.Tensor | None]:
-        """Make a Reducer in place of the present one; return gradients for its first steps."""
+        """Make a Reducer in place of the present one; return gradients for its first steps.
+
+        They are zeros, by parameter index, and None where `pass_first_steps` wants none. They are
+        made here, where a rank whose memory does not suffice keeps no other rank waiting.
+        """
         ddp = self._ddp
         names.CAPS_BYTES.set(list(formation.caps_bytes), ddp)
         if formation.config is not None:
             names.BUCKET_CONFIG.set(formation.config, ddp)
         names.HAS_REBUILT_BUCKETS.set(False, ddp)
-        if names.REDUCER.get(ddp) is not None:
+        if names.REDUCER.get(ddp) is not None:  # None on the way back from a failure in here
             _drop_reducer(ddp)
-        form: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        assigning: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if formation.buckets is not None:
             # DDP reverses the buckets that it is given.
             reversed_buckets = [list(bucket) for bucket in reversed(formation.buckets)]
             assigned = (reversed_buckets, list(reversed(formation.caps_bytes)))
-            form = names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned)
-        with form:
+            assigning = names.ASSIGN_BUCKETS.replaced_by(lambda *_args, **_kwargs: assigned)
+        with assigning:
             make_reducer(ddp, list(self._reduced), list(self._reduced.values()))
         gradients: list[torch.Tensor | None] = []
         arriving = formation.num_arrivals or {}
@@ -296,7 +313,7 @@ class Change:
             gradients.append(torch.zeros_like(tensor) if is_used else None)
         return gradients
 
-    def pass_first_steps(
+    def pass_known_first_steps(
         self, formation: Formation, gradients: Sequence[torch.Tensor | None]
     ) -> None:
         """Take the new Reducer through its first steps, if these are known. Collective."""
@@ -305,7 +322,7 @@ class Change:
 
     def register_hook(self) -> None:
         """Give the new Reducer the comm hook of the one before."""
-        names.COMM_HOOKS.set([], self._ddp)
+        names.COMM_HOOKS.set([], self._ddp)  # to which registering adds
         for hook, state in self._hooks:
             if hook is None:
                 names.REGISTER_BUILTIN_HOOK.get(self._ddp)(state)
@@ -321,7 +338,8 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
     """Free the buckets of `ddp` before new ones are made.
 
     `torch.compile(ddp)` makes functions with all attributes of `ddp`, by `functools.wraps`. These
-    would keep the old Reducer alive, and so would the Reducer's logger, another of the attributes.
+    would keep the old Reducer alive, and so would the Reducer's logger, another of the attributes:
+    both become None in the module and in those functions.
     """
     names.REMOVE_AUTOGRAD_HOOKS.get(ddp)()
     reducer, attributes = names.REDUCER.get(ddp), (names.REDUCER.name, names.LOGGER.name)
@@ -337,7 +355,7 @@ def _drop_reducer(ddp: DistributedDataParallel) -> None:
 def make_reducer(
     ddp: DistributedDataParallel, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
 ) -> None:
-    """Give `ddp` a Reducer for these parameters, as DDP's constructor does.
+    """Give `ddp` a Reducer for these tensors, each with its description, as DDP's constructor does.
 
     Parameters that were frozen since are reduced too, as by the Reducer before.
     """
@@ -346,7 +364,7 @@ def make_reducer(
     with requiring_grad(tensors):
         names.DDP_INIT_HELPER.get(ddp)(list(tensors), is_sparse, named, ddp.static_graph)
     keep_parameters(names.REDUCER.get(ddp), tensors, parameters)
-    if ddp.static_graph:
+    if ddp.static_graph:  # which DDP's constructor tells the Reducer after that helper
         names.STATIC_ENQUEUED.set(False, ddp)
         names.REDUCER_SET_STATIC.get(names.REDUCER.get(ddp))()
         names.LOGGER_SET_STATIC.get(names.LOGGER.get(ddp))()
@@ -393,11 +411,12 @@ def pass_first_steps(
         if ddp.static_graph:
             prepare_reducer(ddp)
             begin_backward([])
-            arrive_all()  # are counted
+            arrive_all()  # they are counted
+            # What DDP queues, once, for the end of a static graph's first backward.
             names.DELAY_ALL_REDUCE.get(reducer)()
             names.STATIC_ENQUEUED.set(True, ddp)
             prepare_reducer(ddp)
-        begin_backward([])
+        begin_backward([])  # no outputs, in which it would search for unused parameters
         # Within a backward, at whose end the Reducer waits for its allreduces.
         run_in_backward(arrive_all)
     finally:

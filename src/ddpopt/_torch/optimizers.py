@@ -46,11 +46,12 @@ _version = operator.attrgetter(names.TENSOR_VERSION.name)  # one call a tensor, 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each of these was written to in place, as autograd counts it; 0 if it does not."""
     tensors = list(tensors)
-    try:
+    try:  # all at once: most often each has a count
         return list(map(_version, tensors))
-    except (AttributeError, RuntimeError):  # it has no count, or is one of inference mode
+    except (AttributeError, RuntimeError):  # some tensor has no count, as in inference mode
         return [_version(tensor) if _is_counted(tensor) else 0 for tensor in tensors]
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether autograd counts the writes to a tensor."""
     return not tensor.is_inference() and names.TENSOR_VERSION.is_in(tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,10 @@ from ddpopt.reducer import Parameter
 
 
 class _Reduced(NamedTuple):
-    """A parameter, as it was when it was first asked for: the module may change afterwards."""
+    """A parameter of a Reducer, as it was when `reducer_parameters` first found it.
+
+    The module may change afterwards.
+    """
 
     tensor: torch.Tensor
     name: str
@@ -51,16 +55,17 @@ def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Param
     if reducer in _reduced:
         return _describe(_reduced[reducer])
     buckets = ask_buckets(ddp)
-    if buckets is None:  # taken to be those that require gradients now; asked again next time
+    if buckets is None:
+        # Taken to be those that require gradients now. Not kept, so the Reducer is asked next time.
         trained = _required_tensors(ddp)
-        return _describe(_name(ddp, _kept_order(ddp, trained) or trained))
-    _reduced[reducer] = tuple(_name(ddp, _reducers_order(ddp, buckets)))
+        return _describe(_with_names(ddp, _kept_order(ddp, trained) or trained))
+    _reduced[reducer] = tuple(_with_names(ddp, _reducers_order(ddp, buckets)))
     return _describe(_reduced[reducer])
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """The parameters that the Reducer would reduce if it were made now."""
-    return _describe(_name(ddp, _required_tensors(ddp)))
+    return _describe(_with_names(ddp, _required_tensors(ddp)))
 
 
 def trains_any(ddp: DistributedDataParallel) -> bool:
@@ -79,10 +84,13 @@ def has_gradients(ddp: DistributedDataParallel) -> bool:
 
 
 def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
-    """The parameters of both kinds, in the module's order; those that left it come last."""
+    """The parameters of `reducer_parameters` and of `trainable_parameters`, shared ones once.
+
+    They are in the module's order, by which their indices go too; those that left it come last.
+    """
     wanted = dict.fromkeys([*reducer_parameters(ddp), *_required_tensors(ddp)])
     ordered = [tensor for tensor in ddp.module.parameters() if tensor in wanted]
-    return _describe(_name(ddp, dict.fromkeys([*ordered, *wanted])))
+    return _describe(_with_names(ddp, dict.fromkeys([*ordered, *wanted])))
 
 
 def plain_names(names_of_module: Iterable[str]) -> dict[str, str]:
@@ -108,8 +116,8 @@ def names_now(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     return {tensor: name for name, tensor in ddp.module.named_parameters()}
 
 
-def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list[_Reduced]:
-    """Find the names of tensors in the module, and make some for those that left it."""
+def _with_names(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list[_Reduced]:
+    """The tensors in this order, with their names in the module, or one made if it lacks them."""
     name_of, named = names_now(ddp), []
     plain_of = plain_names(name_of.values())
     for index, tensor in enumerate(tensors):
@@ -123,7 +131,7 @@ def _name(ddp: DistributedDataParallel, tensors: Iterable[torch.Tensor]) -> list
 
 
 def _describe(reduced: Iterable[_Reduced]) -> dict[torch.Tensor, Parameter]:
-    """The description of each parameter, in this order, by which indices go."""
+    """A description of each parameter; its index is its number in this order."""
     described: dict[torch.Tensor, Parameter] = {}
     for index, (tensor, name, is_sparse) in numbered(ParameterIndex, reduced):
         described[tensor] = Parameter(
@@ -147,13 +155,16 @@ def _reducers_order(
     """
     members = [tensor for bucket in buckets for tensor in bucket]
     logged = logged_buckets(ddp) if follows_arrival_order(ddp) else None
-    if logged is not None:  # rebuilt: the log has the numbers of what is in the buckets
+    if logged is not None:  # rebuilt: the log has the buckets too, by numbers of the Reducer's list
         indices = [index for bucket in logged for index in bucket]
         if sorted(indices) == list(range(len(members))):
-            return [tensor for _, tensor in sorted(zip(indices, members, strict=True), key=_first)]
+            numbered_members = zip(indices, members, strict=True)
+            by_number = operator.itemgetter(0)  # alone, since tensors have no order
+            return [tensor for _, tensor in sorted(numbered_members, key=by_number)]
+    # Whether the buckets are those of the construction, see [Note: buckets].
     is_initial = not (follows_arrival_order(ddp) and names.HAS_REBUILT_BUCKETS.get(ddp))
     if is_initial and len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
-        # Formed in order of registration, and then reversed.
+        # Of one dtype and device they are filled in the list's order, and then reversed.
         return [tensor for bucket in reversed(buckets) for tensor in bucket]
     orders = [_kept_order(ddp, members), _in_order(_required_tensors(ddp), members)]
     for order in orders:
@@ -168,14 +179,10 @@ def _reducers_order(
     )
 
 
-def _first(pair: tuple[int, torch.Tensor]) -> int:
-    return pair[0]
-
-
 def _kept_order(
     ddp: DistributedDataParallel, members: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
-    """Return tensors in the order in which DDP's constructor found them; None if it lacks one."""
+    """Return `members` in the order in which DDP's constructor found them; None if it lacks one."""
     return _in_order(names.MODULE_PARAMETERS.get(ddp), members)
 
 
@@ -224,16 +231,15 @@ def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def accumulate_node(parameter: torch.Tensor) -> Any:
     """The autograd node that accumulates a gradient; it lives while somebody holds it."""
-    with requiring_grad([parameter]):
-        view = parameter.view_as(parameter)
-    assert view.grad_fn is not None
-    return view.grad_fn.next_functions[0][0]
+    # A program may ask where gradients are off.
+    with torch.inference_mode(False), requiring_grad([parameter]):
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def accumulate_nodes(result: torch.Tensor) -> list[Any]:
     """The AccumulateGrad nodes that a backward of `result` will reach: one for each leaf.
 
-    A node's `variable` is the leaf. Whoever puts a hook on a node can keep the gradient from it.
+    A node's `variable` is the leaf. A pre-hook on the node may keep the gradient from the leaf.
     """
     found = []
     nodes = [result.grad_fn]
@@ -258,7 +264,10 @@ def gradient_hooks(leaf: torch.Tensor) -> list[dict[int, Any]]:
 def keep_parameters(
     reducer: Any, tensors: Sequence[torch.Tensor], parameters: Sequence[Parameter]
 ) -> None:
-    """Remember what a Reducer was made with: nothing has to be asked, or to be guessed."""
+    """Have `reducer_parameters` return these tensors and descriptions for a Reducer made with them.
+
+    Nothing has to be asked of the Reducer then, or to be guessed.
+    """
     _reduced[reducer] = tuple(
         _Reduced(tensor, parameter.name, parameter.is_sparse)
         for tensor, parameter in zip(tensors, parameters, strict=True)

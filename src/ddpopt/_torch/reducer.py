@@ -10,11 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._indices import ParameterIndex
 from ddpopt._torch import names
-from ddpopt.errors import TorchDriftError
 
 
 def follows_arrival_order(ddp: DistributedDataParallel) -> bool:
-    """Whether the Reducer rebuilds buckets in the order of gradients of the first backward."""
+    """Whether the Reducer rebuilds buckets in the order of gradients of the first backward.
+
+    It does not if it searches each iteration for unused parameters, see [Note: buckets].
+    """
     return bool(ddp.static_graph or not ddp.find_unused_parameters)
 
 
@@ -31,7 +33,7 @@ def log_of(ddp: DistributedDataParallel) -> Mapping[str, Any]:
 def logged_buckets(
     ddp: DistributedDataParallel,
 ) -> tuple[tuple[ParameterIndex, ...], ...] | None:
-    """The rebuilt buckets as DDP's log has them, None without."""
+    """The rebuilt buckets as DDP's log has them; None before they are logged."""
     logged = log_of(ddp).get(names.REBUILT_BUCKETS.text)
     if not logged:
         return None
@@ -61,7 +63,7 @@ class LoggedStep(NamedTuple):
 
 def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
     """The last step that DDP timed: it times the first ten, then every hundredth."""
-    logged = log_of(ddp)  # in nanoseconds
+    logged = log_of(ddp)  # which has times, in nanoseconds, once DDP has timed a step
     return LoggedStep(
         number=int(logged.get(names.ITERATION.text, 0)),
         forward_s=logged.get(names.FORWARD_TIME.text, 0) / 1e9,
@@ -74,7 +76,7 @@ def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
 
 def reducer_caps(ddp: DistributedDataParallel) -> tuple[int, ...]:
     """The limits in bytes at which this module's Reducer closes buckets."""
-    if caps := tuple(names.CAPS_BYTES.get(ddp)):
+    if caps := tuple(names.CAPS_BYTES.get(ddp)):  # empty unless a program or we gave some
         return caps
     first, cap = int(names.FIRST_CAP_BYTES.get()), int(names.CAP_BYTES.get(ddp))
     return (first, cap) if names.CAP_IS_DEFAULT.get(ddp) and first < cap else (cap,)
@@ -98,11 +100,10 @@ def ask_buckets(ddp: DistributedDataParallel) -> TensorsOfBuckets | None:
 
 def has_unfinished_reduction(ddp: DistributedDataParallel) -> bool:
     """Whether a backward has begun to reduce gradients, and DDP has not ended that."""
+    check = names.CHECK_FINALIZED.get(names.REDUCER.get(ddp))
     try:
-        names.CHECK_FINALIZED.get(names.REDUCER.get(ddp))()
-    except TorchDriftError:
-        raise
-    except RuntimeError:
+        check()
+    except RuntimeError:  # its answer, meant for users
         return True
     return False
 
@@ -137,6 +138,7 @@ def used_in_static_graph(ddp: DistributedDataParallel) -> set[int]:
     A parameter for which an `autograd.Function` returns None is left out: the None arrives, but DDP
     leaves the parameter without a gradient.
     """
+    # The Reducer's map of used parameters, by index, summed over ranks in that backward.
     num_ranks = names.LOCAL_USED_MAP.get(names.REDUCER.get(ddp))().tolist()
     return {index for index, num in enumerate(num_ranks) if num}
 
@@ -150,5 +152,8 @@ def ready_ns(ddp: DistributedDataParallel) -> list[int]:
 
 
 def prepare_reducer(ddp: DistributedDataParallel) -> None:
-    """Tell a Reducer that was made inside DDP's forward that this forward has begun."""
+    """Tell a Reducer that a forward of its module has begun.
+
+    DDP has told the Reducer before, if this one was made inside the forward.
+    """
     names.PREPARE_FOR_FORWARD.get(names.REDUCER.get(ddp))()

@@ -1,4 +1,4 @@
-"""What runs alongside a model: autograd and its profiler, and optimizers."""
+"""What runs alongside a model: autograd, autocast and torch's profiler."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def is_compiled_backward(node: Any) -> bool:
 
 
 def is_in_backward() -> bool:
+    """Whether a backward runs in this thread."""
     return running_backward() != -1
 
 
@@ -36,7 +37,7 @@ def will_accumulate(node: Any) -> bool:
     will_execute = names.WILL_EXECUTE.get()
     try:
         return bool(will_execute(node))
-    except RuntimeError:  # of a leaf by which is differentiated
+    except RuntimeError:  # autograd does not tell of a leaf by which somebody differentiates
         return False
 
 
@@ -70,6 +71,7 @@ class BackwardEnds:
             queue(lambda: queue(lambda: self._end(task)))
 
     def _end(self, task: int) -> None:
+        """A callback of autograd's, at the end of the backward with this number."""
         self._watched.discard(task)
         self._call()
 
@@ -94,11 +96,13 @@ def run_in_backward(call: Callable[[], None]) -> None:
 
 
 def is_autocast_on() -> bool:
+    """Whether autocast is on in this thread, for the CPU or the accelerator."""
     return bool(_autocasting_devices())
 
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
+    """Switch autocast off in a block, for each device for which it is on."""
     with contextlib.ExitStack() as stack:
         for device in _autocasting_devices():
             stack.enter_context(torch.autocast(device, enabled=False))

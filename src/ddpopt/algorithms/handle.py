@@ -154,7 +154,7 @@ class Handle:
         metrics.set_source(ddp, weakref.WeakMethod(self.metrics))
         self._reduction = _torch.bucket_reduction(ddp) or _torch.BucketReduction(ddp)
         # Called for what reduces a bucket; where it gives None, DDP's own allreduce does.
-        self._reduction.find = weakref.WeakMethod(self.on_bucket)
+        self._reduction.find_algorithm = weakref.WeakMethod(self.on_bucket)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ class Handle:
         watch_no_longer(self._updates)
         metrics.set_source(self.training.ddp, lambda: None)
         if self._reduction is not None:
-            self._reduction.find = lambda: None
+            self._reduction.find_algorithm = lambda: None
 
     def check_attached(self) -> None:
         """Raise AttachError if the handle was detached."""
