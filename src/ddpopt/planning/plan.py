@@ -220,7 +220,7 @@ class BucketPlan:
         """The plan in a JSON text, whose name is in front of whatever is wrong with it."""
         try:
             content = json.loads(text, object_pairs_hook=_unique)
-        except PlanError as error:
+        except PlanError as error:  # of `_unique`
             raise PlanError(f"{name}: {error}") from error
         except ValueError as error:
             raise PlanError(
@@ -232,7 +232,7 @@ class BucketPlan:
             if not isinstance(content, dict) or "version" not in content:
                 raise PlanError("it has no 'version', as a plan has that BucketPlan.save wrote")
             version = content.pop("version")
-            if version != _VERSION or type(version) is not int:
+            if version != _VERSION or type(version) is not int:  # true and 1.0 are equal to 1
                 raise PlanError(
                     f"its version is {quote(version)}, and this ddpopt reads {_VERSION}; plan "
                     "again, or read it with the release that wrote it"
