@@ -231,7 +231,7 @@ class QAdamHandle(BackgroundHandle):
     def begin_step(self) -> None:
         # All buckets of a step have the same warm parameters.
         self._warm = {}
-        # Both have to be equal on all ranks: ranks with other warmup_steps are warm earlier or later.
+        # Both have to be equal on all ranks: by another warmup_steps others would be warm.
         counts: list[int] = []
         are_warm: list[bool] = []
         for optimizer in self.training.optimizers:

@@ -117,8 +117,9 @@ class Rehearsal:
             with self.stage("backward"):
                 copied.backward(loss)
                 # The steps of `verify`, which communicate, would write to them as well.
-                for name in _copies.written_buffers(self.ddp.module, copied.initial_buffers):
-                    raise OptionError(_copies.use_of_original(name, _WHAT))
+                written = _copies.written_buffers(self.ddp.module, copied.initial_buffers)
+                if written:
+                    raise OptionError(_copies.use_of_original(written[0], _WHAT))
             draws_numbers = _randomness(self.ddp) != state_before
         return copied, draws_numbers
 

@@ -222,6 +222,7 @@ def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
                 # the error is raised below, on all ranks.
                 result = error
     except PeerError as error:
+        # Of the stage: another rank is gone, or hangs, within the communication of `compute`.
         raise BrokenOffError(str(error)) from error
     with run.stage("steps"):
         if isinstance(result, Exception):
@@ -255,6 +256,7 @@ def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
 
 
 def _judge_reports(reports: Sequence[_Report]) -> Verification:
+    """The result for all ranks from their reports, rank 0's first."""
     errors = largest([each.errors for each in reports])
     worst_of_ranks = [each.errors.worst for each in reports]
     limits = reports[0].limits
