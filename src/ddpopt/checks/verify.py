@@ -138,7 +138,7 @@ def verify(
         with run.stage("copying"):
             has_own_code = _draws_otherwise(ddp_model, draws_numbers)
         compiled = compile_ahead(run, has_own_code=has_own_code)
-        compiled.reset()
+        compiled.reset()  # each `step` begins with a copy of this copy
 
         def step(stance: str) -> list[Outcome]:
             return _step_copy(run, compiled, stance, restore_randomness)

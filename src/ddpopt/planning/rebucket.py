@@ -165,6 +165,7 @@ class _Accumulation(Subscriber):
         self._note_forward(ddp)
 
     def _note_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note whether a forward is under no_sync, and before the first such one DDP's count."""
         if not torch.is_grad_enabled():
             return
         is_under_no_sync = not will_communicate(ddp)

@@ -333,6 +333,7 @@ class _Tuner(Subscriber):
             self._give_up(ddp, stage, f"{refusal.reason}{again}")
 
     def _end_stage(self, ddp: DistributedDataParallel, stopwatch: Stopwatch) -> None:
+        """Leave the present stage; what follows may begin another, and all is over otherwise."""
         stopwatch.stop()
         self._stage = self._stopwatch = self._meeting = None
         self._num_postponed = 0
