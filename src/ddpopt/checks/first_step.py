@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch, config
 from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
-from ddpopt.checks.copies import is_compiled_by_us
-from ddpopt.checks.verify import BrokenOffError, verify
+from ddpopt.checks.copies import BrokenOffError, is_compiled_by_us
+from ddpopt.checks.verify import verify
 from ddpopt.errors import DisagreementError, TorchDriftError, VerificationError
 from ddpopt.planning.batch import Batch
 from ddpopt.split import state
