@@ -292,9 +292,9 @@ def agree(
         plan = get_plan()
         plans.append(plan)
         pending = find_obstacle(ddp) or find_pending(ddp) or find_problem()
-        problem = pending or find_misfit(ddp, plan)
-        if problem:
-            raise PlanError(problem)
+        obstacle = pending or find_misfit(ddp, plan)
+        if obstacle:
+            raise PlanError(obstacle)
         # Compared by parameters' indices: names may differ where ranks have compiled other modules.
         buckets = str(indices_of(ddp, plan)).encode()
         facts = [Fact("the plan", hashlib.sha256(buckets).hexdigest()[:16])]
