@@ -84,7 +84,7 @@ def _read(plan: object) -> BucketPlan:
 
 
 def _find_noted(ddp: DistributedDataParallel) -> str:
-    """Say that DDP may have noted gradients as used which it has not reduced; "" if it has not.
+    """Say that DDP may have noted gradients as used that it has not reduced; "" if it cannot.
 
     `_Accumulation` knows of such notes from forwards under no_sync. A backward that went past DDP,
     through `ddp.module`, leaves some as well, and nobody is told of its forward. So who calls
@@ -351,7 +351,7 @@ def _replace_reducer(
 ) -> None:
     """Replace the Reducer on all ranks or on none: one may lack the memory for a new one."""
 
-    # Called after each part that a rank does alone, with what went wrong there; on all ranks.
+    # Called on all ranks after each part that a rank does alone, with what went wrong in it here.
     def settle(problem: Exception | None) -> None:
         """Raise on all ranks if one of them has a problem."""
 
@@ -459,7 +459,7 @@ def _allow_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
 
 
 class _Permission(Subscriber):
-    """Calls `_allow_backward` where forwards are told of."""
+    """Calls `_allow_backward` before others are told of a forward, which this may refuse."""
 
     may_raise = True
 
