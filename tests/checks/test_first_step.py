@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import config
 from ddpopt.checks.verify import verify
-from ddpopt.errors import DDPMode, VerificationError
+from ddpopt.errors import DDPMode, PeerError, VerificationError
 from ddpopt.planning.batch import tensors_of
 from ddpopt.split import state
 from tests.support.beside import Beside, arguments_for, compiled
@@ -142,6 +142,14 @@ def test_the_flag_finds_wrong_code_before_the_first_backward(one_rank: None, wha
     model = AROUND[what](ddp, **arguments_for(inner=scale_a_gradient))
     with config.patch(verify=True), pytest.raises(VerificationError):
         model(torch.ones(8, 64))
+
+
+@pytest.mark.parametrize("call", ["warmup.gather_distinct", "verify.gather_on_rank_0"])
+def test_a_rank_that_is_lost_within_a_collective_ends_training(one_rank: None, call: str) -> None:
+    """The others are out of step then: training's next collective could get the leftovers."""
+    lost = mock.patch(f"ddpopt.checks.{call}", side_effect=PeerError("rank 1 is lost"))
+    with lost, config.patch(verify=True), pytest.raises(PeerError, match="is lost"):
+        _compiled(MLP())(torch.randn(8, 64))
 
 
 def test_the_flag_gets_arguments_by_position_and_by_keyword(one_rank: None) -> None:

@@ -26,8 +26,9 @@ import ddpopt
 from ddpopt import BucketPlan
 from ddpopt.errors import PlanError
 from ddpopt.planning import AllreduceCost, Device, Gradient, Network, Profile, estimate, estimates
-from ddpopt.planning.merging import buckets_of_caps
+from ddpopt.planning.merging import buckets_of_caps, uniform_buckets
 from ddpopt.planning.plan import DDP_DEFAULT_CAPS, plan_buckets
+from ddpopt.planning.timeline import predict
 from ddpopt.steps import clock
 from tests.support.beside import compiled
 from tests.support.buckets import assigned_by_torch, real_buckets
@@ -291,6 +292,21 @@ def test_several_dtypes_make_buckets_of_their_own_and_one_cap() -> None:
     plan = make_plan(groups=("float", "half"))
     assert {len({int(name[1:]) % 2 for name in b.parameters}) for b in plan.buckets} == {1}
     assert set(plan.ddp_kwargs()) == {"bucket_cap_mb"}
+
+
+def test_the_one_cap_forms_the_best_buckets_that_one_cap_can() -> None:
+    """Also where the first of these is larger than others, which a cap of its size would merge."""
+    sizes_mib, groups = (30, 25, 25, 25, 1), ("float", "float", "float", "float", "half")
+    gradients = tuple(
+        Gradient(name=f"p{k}", num_bytes=size * MIB, ready_s=1.0 + k, group=group)
+        for k, (size, group) in enumerate(zip(sizes_mib, groups, strict=True))
+    )
+    profile = Profile(gradients=gradients, backward_s=5.0)
+    cost = AllreduceCost(startup_s=1e-4, s_per_byte=1 / (40 * MIB))
+    cap = plan_buckets(profile, cost, 2).ddp_kwargs()["bucket_cap_mb"]
+    formed = buckets_of_caps(profile, (int(cap * MIB),))
+    best_s = min(predict(profile, sizes, cost).iteration_s for sizes in uniform_buckets(profile))
+    assert predict(profile, formed, cost).iteration_s == best_s
 
 
 def test_the_caps_that_a_plan_is_compared_with_are_ddps_own(one_rank: None) -> None:

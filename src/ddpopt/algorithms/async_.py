@@ -154,7 +154,10 @@ class AveragingLoop:
         self.weights_lock.close()
 
     def _end_at_exit(self) -> None:
-        """As `end`; if it is used after all, its rounds would not be those of other ranks."""
+        """As `end`, when the process ends; whoever trains or averages after that gets an error.
+
+        For a new thread's rounds would not be those of other ranks.
+        """
         self._error = self._error or AttachError(THREAD_IS_OVER)
         self.end()
 
@@ -183,7 +186,7 @@ class AveragingLoop:
         return bool(wants_stop)
 
     def _make_round(self) -> None:
-        """Average the weights of all ranks once. Collective."""
+        """Average the weights of all ranks once, as `AsyncModelAverage` says. Collective."""
         with self._locked_owner() as owner:
             copies = owner.weights.copy()
             del owner  # it may be collected while ranks communicate
@@ -243,7 +246,9 @@ class AsyncModelAverageHandle(Handle):
         super().__init__(training, algorithm)
         self._loop = AveragingLoop(self, algorithm.sync_interval_ms / 1000)
         self._is_aborted = False
-        self._has_lock = False  # whether training has it, in any thread
+        # Whether training has the lock on weights. The thread that releases it may be another than
+        # took it.
+        self._has_lock = False
 
     def abort(self) -> None:
         """Stop the rounds: afterwards communication changes no weights. Collective.
@@ -272,10 +277,11 @@ class AsyncModelAverageHandle(Handle):
         self._updates.forget_baseline()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.paused():
+        with self.paused():  # or a round would count itself while counters are loaded
             super().load_state_dict(state)
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
+        # Behind the warm-up, and in a pause, gradients stay this rank's own.
         if self.num_steps <= self.algorithm.warmup_steps and not self.is_paused:
             return self.allreduce(bucket)
         return super().reduce(bucket)
@@ -324,6 +330,7 @@ class AsyncModelAverageHandle(Handle):
         return [Fact("steps of the warm-up", str(num_steps))]
 
     def _communicating(self) -> contextlib.AbstractContextManager[None]:
+        """Make a PeerError of what ended the thread, where this block raises that."""
         return communicating(f"averaging weights in the background of step {self.num_steps}")
 
 

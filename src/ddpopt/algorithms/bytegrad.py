@@ -75,6 +75,8 @@ def _scale_and_lowest(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class ByteGradHandle(BackgroundHandle):
+    """As `Handle`: its worker averages each bucket as soon as that is complete."""
+
     averages_weights = False
 
     def reduce(self, bucket: Bucket) -> GradientFuture:

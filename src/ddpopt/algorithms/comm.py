@@ -133,8 +133,9 @@ class Groups:
     They have the backend and the timeout of `parent`. `everyone` has all of its ranks, `leaders`
     those that communicate for all, every rank if not hierarchical; it is None on the others.
     `node` has those of this rank's node, and is None if a node is one rank. `ring_index` is the
-    index of this rank or node in the ring, and `ring_size` their number. `ddp` is DDP's own group,
-    for what DDP would send on it. Making them is collective.
+    index of this rank or node in the ring, and `ring_size` their number. `agreement` is None unless
+    `make_agreement` was called. `ddp` is DDP's own group, for what DDP would send on it. Making
+    them is collective.
     """
 
     def __init__(self, parent: dist.ProcessGroup, device: torch.device, ranks_per_node: int):
@@ -182,7 +183,10 @@ class Groups:
     def reduce(
         self, values: torch.Tensor, average_leaders: Callable[[Communicator, torch.Tensor], None]
     ) -> None:
-        """Average within each node, then among leaders, in place. Collective."""
+        """Average within each node, then among leaders, in place. Collective.
+
+        `average_leaders` is called on leaders alone, and averages in place in their group.
+        """
         self.average_node(values)
         if self.leaders is not None:
             average_leaders(self.leaders, values)
@@ -224,6 +228,7 @@ class FlatWeights:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int | None = None) -> None:
+        # The last bucket of each kind, to which parameters are added until it is full.
         open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._buckets: list[list[torch.Tensor]] = []
         for parameter in parameters:
@@ -275,6 +280,7 @@ class FlatWeights:
             parameter.add_(value)
 
     def _pairs(self, flat: Sequence[torch.Tensor]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter, with its part of tensors like those that `copy` returns."""
         for bucket, values in zip(self._buckets, flat, strict=True):
             parts = torch.split(values, [p.numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
@@ -295,6 +301,7 @@ class Worker:
         self._device = device
         self._tasks: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # Called by whoever closes the worker, or when the owner is collected; once.
         self.close = weakref.finalize(owner, self._tasks.put, None)
 
     def start(self) -> None:

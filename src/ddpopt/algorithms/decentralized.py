@@ -27,6 +27,8 @@ BUCKET_BYTES = 10 * 2**20  # weights that share one range of codes
 
 
 class DecentralizedHandle(BackgroundHandle):
+    """As `Handle`: a step's forward begins an average, and its update takes it."""
+
     algorithm: Decentralized
     # The weights that were sent, and their average to come; from a step's forward to its update.
     _sent: Sequence[torch.Tensor] = ()
@@ -50,6 +52,11 @@ class DecentralizedHandle(BackgroundHandle):
             self.weights.move(sent, mean)
 
     def _average(self, sent: Sequence[torch.Tensor], num_exchanges: int) -> list[torch.Tensor]:
+        """The average of the weights that ranks have sent; run by the worker. Collective.
+
+        `num_exchanges` is how many averages there were before, by which the peer is chosen.
+        """
+
         def mean_with_peer(leaders: Communicator, values: torch.Tensor) -> None:
             peer = rotating_peer(leaders.rank, leaders.num_ranks, num_exchanges)
             (other,) = leaders.swap(values, [peer])
@@ -137,6 +144,7 @@ class LowPrecisionDecentralizedHandle(Handle):
             self.replicas = Replicas(*(self.weights.copy() for _ in range(3)))
 
     def end_step(self) -> None:
+        """Exchange what this step changed, and mix the weights. Collective."""
         if (self.num_steps - 1) % self.algorithm.communication_interval:
             return
         flat = self.weights.copy()
@@ -150,6 +158,7 @@ class LowPrecisionDecentralizedHandle(Handle):
             try:
                 received = self._swap(torch.cat(messages)) if messages else []
             except BaseException:
+                # Nobody waits for the flags any more, whose collective may still write to them.
                 leave_in_flight(work, flags, self.groups.everyone.group)
                 raise
             work.wait()

@@ -152,6 +152,7 @@ class Handle:
             self._removable_hooks.append(optimizer.register_step_post_hook(after))
         watch_all_optimizers(self._updates)
         metrics.set_source(ddp, weakref.WeakMethod(self.metrics))
+        # One is there if an algorithm was attached to this module before.
         self._reduction = _torch.bucket_reduction(ddp) or _torch.BucketReduction(ddp)
         # Called for what reduces a bucket; where it gives None, DDP's own allreduce does.
         self._reduction.find_algorithm = weakref.WeakMethod(self.on_bucket)
@@ -172,6 +173,7 @@ class Handle:
             yield
         finally:
             self._num_pauses -= 1
+            # Unless the handle was detached in the block.
             if self._life is Life.PAUSED and not self._num_pauses:
                 self._life = Life.ATTACHED
                 self.end_pause()
@@ -401,7 +403,7 @@ class Handle:
             self._open()
         if self._step is Step.FORWARD:
             self._step = Step.BACKWARD
-        if not self._is_reducing:
+        if not self._is_reducing:  # it is the first bucket of this backward
             self._updates.note_backward(is_paused=self.is_paused)
         # See [Note: the end of a backward].
         if bucket.is_last() or (bucket.index() == 0 and self._is_reducing):
@@ -411,6 +413,7 @@ class Handle:
         return self.reduce(bucket)
 
     def _backward_ended(self) -> None:
+        """Run when a backward has reduced its last bucket and ended, once for each backward."""
         if not self._is_reducing:
             return  # another bucket of the same backward had this called
         self._is_reducing = False
@@ -444,17 +447,18 @@ class Handle:
         self.check_attached()
         if self._step is not Step.NONE:
             self._metrics["skipped_updates"] += 1
-            self._updates.note_written()
+            self._updates.note_written()  # by others, before this handle writes to weights
             self.before_update()
             self._finish_step()
             self._updates.take_baseline()
 
     def _finish_step(self) -> None:
+        """End a step after its updates, and count whether ranks communicated in it."""
         step, self._step = self._step, Step.NONE
         self._updated.clear()
         self.after_update()
         if step is Step.NONE:
-            return  # an update without a forward before
+            return  # an update without a forward before, which is no step
         self.end_step()
         is_stale = self.num_communications == self._seen_communications
         self._seen_communications = self.num_communications

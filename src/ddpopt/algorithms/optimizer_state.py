@@ -92,6 +92,7 @@ def send_states(training: Training) -> None:
         return pickle.dumps([_describe(training, o) for o in training.optimizers])
 
     described = decide_on_rank_0(training.ddp, _WHAT, describe, lambda error: f"{error!r}")
+    states_by_optimizer: list[_States] = []
 
     def read_and_compare() -> list[Any]:
         if isinstance(described, str):
@@ -104,8 +105,9 @@ def send_states(training: Training) -> None:
             _check(training, number, optimizer, states_by_optimizer[number])
         return []
 
-    states_by_optimizer: list[_States] = []
     require_equal(training.ddp, read_and_compare, AttachError, _REMEDY)
+    # What went wrong here while values were sent. It is told to all ranks when all have been sent:
+    # a rank that raised before would leave the others waiting.
     problems: list[Exception] = []
     with communicating(_WHAT):
         for optimizer, states in zip(training.optimizers, states_by_optimizer, strict=True):
@@ -147,6 +149,7 @@ def _keeps_a_share(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _describe(training: Training, optimizer: torch.optim.Optimizer) -> _States:
+    """What the states of this rank are made of."""
     states = {}
     for name, key in _keys(training, optimizer).items():
         if key in optimizer.state:
@@ -158,14 +161,16 @@ def _describe(training: Training, optimizer: torch.optim.Optimizer) -> _States:
 
 
 def _pickle_containers(structure: Any, num_leaves: int) -> bytes | None:
+    """`_State.containers` of a state that `_torch.flatten` has taken apart."""
     try:
         return pickle.dumps(_torch.unflatten(range(num_leaves), structure))
     except Exception:
-        # Whatever code of users raises. Then ranks go on only if they have such containers all.
+        # Whatever code of users raises. Then each rank keeps its own containers, see `_check`.
         return None
 
 
 def _describe_leaf(leaf: Any) -> _Leaf:
+    """What a leaf of a state is, and whether it can be sent."""
     if isinstance(leaf, torch.Tensor):
         parts = _parts_of(leaf)
         if parts:
@@ -261,7 +266,8 @@ def _receive(
 ) -> None:
     """Write what rank 0 sends to an optimizer's states. Collective.
 
-    A failure of this rank is added to `problems`, while it goes on to receive.
+    A failure of this rank is added to `problems`, while it goes on to receive. Tensors and
+    containers are kept where they can be: others than the optimizer may refer to them.
     """
     keys = _keys(training, optimizer)
     surplus = [n for n, key in keys.items() if key in optimizer.state and n not in of_rank_0]
@@ -275,23 +281,28 @@ def _receive(
             count(len(surplus), "state"),
         )
     for name, state in of_rank_0.items():
+        # An entry that only rank 0 has, under a key that is no parameter, is made here.
         key: Any = keys.get(name, state.key)
-        own: dict[str, Any] = {}
-        own_structure: Any = None
+        leaves_before: dict[str, Any] = {}
+        structure_before: Any = None
         if key in optimizer.state:
-            own, own_structure = _torch.flatten(optimizer.state[key])
+            leaves_before, structure_before = _torch.flatten(optimizer.state[key])
         leaves = []
         for path, described in state.leaves.items():
-            leaf = own.get(path)
+            # An `_Object` stays, since `_check` has found it to be equal.
+            leaf = leaves_before.get(path)
             if isinstance(described, _Tensors):
                 leaf = _receive_tensors(training, described, leaf, problems)
             elif isinstance(described, _Plain) and text_of(leaf) != text_of(described.value):
                 leaf = described.value
             leaves.append(leaf)
-        structure = own_structure
+        structure = structure_before
         if state.containers is not None:
             _, structure = _torch.flatten(pickle.loads(state.containers))
-        if structure != own_structure or not all(map(operator.is_, leaves, own.values())):
+        is_kept = structure == structure_before and all(
+            map(operator.is_, leaves, leaves_before.values())
+        )
+        if not is_kept:
             optimizer.state[key] = _torch.unflatten(leaves, structure)
 
 
@@ -299,9 +310,8 @@ def _receive_tensors(
     training: Training, described: _Tensors, leaf: Any, problems: list[Exception]
 ) -> Any:
     """What has rank 0's values: `leaf`, if it can be written to, or a new tensor. Collective."""
-    own = _describe_leaf(leaf)
     parts: Sequence[torch.Tensor | None] = [None] * len(described.parts)
-    if _are_alike(described, own):
+    if _are_alike(described, _describe_leaf(leaf)):
         parts = _parts_of(leaf)
     for part, (dtype, shape) in zip(parts, described.parts, strict=True):
         # Adam counts steps on the CPU, but NCCL sends GPU tensors only.
@@ -322,6 +332,6 @@ def _receive_tensors(
             # `part` is an inference tensor, or is expanded: several of its elements share memory.
             if part is leaf:
                 leaf = sent.to(leaf.device)
-            else:
+            else:  # a subclass made of several is not made anew
                 problems.append(error)
     return leaf

@@ -70,6 +70,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Run by `load_state_dict`, and for a copy: gradients that are there then are gradients."""
         super().__setstate__(state)
         self._with_momentum = set()
 
@@ -80,7 +81,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def is_warm(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter of this group has had its warm-up."""
-        return self.num_updates(parameter) >= int(group["warmup_steps"])
+        return _ends_warmup(self.num_updates(parameter), group)
 
     @torch.no_grad()
     def turn_into_momentum(
@@ -113,15 +114,21 @@ class QAdamOptimizer(torch.optim.Optimizer):
             NotImplementedError: a gradient is sparse.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        if hasattr(self, "found_inf"):
+        if hasattr(self, "found_inf"):  # GradScaler.step has set it
             raise OptionError(
                 "QAdam cannot work with GradScaler: momenta of steps with different scales would "
                 "be mixed; use bfloat16 autocast, which needs none"
             )
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            warm = [p for p in parameters if self.is_warm(p, group)]
-            self._update_by_adam([p for p in parameters if not self.is_warm(p, group)], group)
+            cold, warm = [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if self.is_warm(parameter, group):
+                    warm.append(parameter)
+                else:
+                    cold.append(parameter)
+            self._update_by_adam(cold, group)
             for parameter in warm:
                 self._update(parameter, group)
         self._with_momentum.clear()
@@ -184,6 +191,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
         )
 
 
+def _ends_warmup(num_updates: int, group: dict[str, Any]) -> bool:
+    """Whether a parameter of this group is warm after so many updates."""
+    return num_updates >= int(group["warmup_steps"])
+
+
 def _check_settings(settings: dict[str, Any]) -> None:
     """Raise unless a parameter group may have these settings."""
     check_count("warmup_steps", settings["warmup_steps"], 1)
@@ -210,7 +222,8 @@ class QAdamHandle(BackgroundHandle):
         super().__init__(training, algorithm)
         # Parameters that were warm when the step began, with their optimizer and its group.
         self._warm: dict[torch.Tensor, tuple[QAdamOptimizer, dict[str, Any]]] = {}
-        # How many updates each rank has made and a digest of which; None once it was compared.
+        # For each rank the sum of its parameters' updates, and a digest of which were made; None
+        # once that was compared.
         self._updates_of_ranks: torch.futures.Future[list[list[int]]] | None = None
         # Why this step's buckets are not reduced.
         self._disagreement: Exception | None = None
@@ -218,8 +231,9 @@ class QAdamHandle(BackgroundHandle):
     def begin_step(self) -> None:
         # All buckets of a step have the same warm parameters.
         self._warm = {}
+        # Both have to be equal on all ranks: by another warmup_steps others would be warm.
         counts: list[int] = []
-        kinds: list[bool] = []
+        are_warm: list[bool] = []
         for optimizer in self.training.optimizers:
             if not isinstance(optimizer, QAdamOptimizer):
                 continue  # which `QAdam.check` refuses, but a subclass may allow
@@ -227,11 +241,12 @@ class QAdamHandle(BackgroundHandle):
                 for parameter in group["params"]:
                     if parameter not in self.training.parameters:
                         continue  # each rank may have its own, which DDP ignores
-                    counts.append(optimizer.num_updates(parameter))
-                    kinds.append(optimizer.is_warm(parameter, group))
-                    if kinds[-1]:
+                    num_updates = optimizer.num_updates(parameter)
+                    counts.append(num_updates)
+                    are_warm.append(_ends_warmup(num_updates, group))
+                    if are_warm[-1]:
                         self._warm[parameter] = (optimizer, group)
-        digest = zlib.crc32(repr((counts, kinds)).encode())
+        digest = zlib.crc32(repr((counts, are_warm)).encode())
         own = torch.tensor([sum(counts), digest], device="cpu")
 
         def collect() -> list[list[int]]:

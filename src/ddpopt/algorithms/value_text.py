@@ -61,6 +61,7 @@ class _Writer:
         self._around: list[int] = []  # ids of what the present value is part of
 
     def write(self, value: Any) -> str:
+        """The text of a value; its type alone where it is too deep, or cannot be compared."""
         self._num_values += 1
         is_part_of_itself = id(value) in self._around
         is_too_much = self._num_values > _MOST_VALUES or len(self._around) >= _MOST_LEVELS
@@ -78,6 +79,7 @@ class _Writer:
             self._around.pop()
 
     def _write_new(self, value: Any) -> str:
+        """The text of a value that is no part of itself; raises what the value's own code does."""
         kind = _name_of(type(value))
         text = _known_text(value)
         if text is not None:

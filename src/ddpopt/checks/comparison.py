@@ -100,6 +100,7 @@ def compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> Step
 
 
 def _compare(compiled: Outcome, eager: Outcome) -> StepErrors:
+    """The errors of one compiled step."""
     magnitudes = [_magnitude(gradient) for gradient in eager.gradients.values()]
     floor = _FLOOR * max(magnitudes, default=0.0)
     gradients = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _copies, _torch
 from ddpopt._values import POSITIVE, check_number
-from ddpopt.errors import DDPOptError, OptionError
+from ddpopt.errors import DDPOptError, OptionError, PeerError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import (
     Batch,
@@ -37,6 +37,19 @@ from ddpopt.split import state
 from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
 
 _WHAT = "the module in DistributedDataParallel"  # is copied
+
+
+class BrokenOffError(PeerError):
+    """A rank was lost in the middle of a collective: the next collective may get its leftovers."""
+
+
+@contextlib.contextmanager
+def communicating_in_full() -> Iterator[None]:
+    """Make a rank that is lost in this block, in which ranks communicate, a BrokenOffError."""
+    try:
+        yield
+    except PeerError as error:
+        raise BrokenOffError(str(error)) from error
 
 
 class Outcome(NamedTuple):
@@ -117,8 +130,9 @@ class Rehearsal:
             with self.stage("backward"):
                 copied.backward(loss)
                 # The steps of `verify`, which communicate, would write to them as well.
-                for name in _copies.written_buffers(self.ddp.module, copied.initial_buffers):
-                    raise OptionError(_copies.use_of_original(name, _WHAT))
+                written = _copies.written_buffers(self.ddp.module, copied.initial_buffers)
+                if written:
+                    raise OptionError(_copies.use_of_original(written[0], _WHAT))
             draws_numbers = _randomness(self.ddp) != state_before
         return copied, draws_numbers
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpopt import _logs, _torch, config
 from ddpopt._slots import Lifetime, ModuleSlot
 from ddpopt._torch import Forward
-from ddpopt.checks.copies import is_compiled_by_us
-from ddpopt.checks.verify import BrokenOffError, verify
+from ddpopt.checks.copies import BrokenOffError, is_compiled_by_us
+from ddpopt.checks.verify import verify
 from ddpopt.errors import DisagreementError, TorchDriftError, VerificationError
 from ddpopt.planning.batch import Batch
 from ddpopt.split import state
@@ -34,8 +34,9 @@ def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
         return
     try:
         is_compiled_around = forward.backend is _torch.lookup_backend("ddpopt")
+        # Not by `ddp.compile()`, whose compiled function is in the module, and found there.
         if is_compiled_around and not _torch.compiled_functions(ddp):
-            # The call of DDP itself is compiled, by torch.compile(ddp) or in a function around it.
+            # The call of DDP is compiled by torch.compile(ddp), or in a function around it.
             model = _torch.compiled_by(forward.callback, ddp)
         elif is_compiled_by_us(ddp):
             model = ddp
@@ -62,26 +63,28 @@ def after_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
 
 
 def _is_due(ddp: DistributedDataParallel) -> bool:
+    """Whether a forward that trains the module is its first, and `config.verify` is set."""
     if not config.verify or _is_settled.get(ddp) or state.is_copy(ddp):  # `verify` steps on copies
         return False
     return torch.is_grad_enabled() and any(p.requires_grad for p in ddp.parameters())
 
 
 def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: Forward) -> None:
-    """Raise if compiled code is wrong, or ranks cannot train on together; else only log.
+    """Verify a module, and raise if compiled code is wrong, or ranks cannot train on together.
 
-    Nothing else that goes wrong in the verification may end training.
+    Whatever else goes wrong in the verification is logged, and training goes on.
     """
     _is_settled.set(ddp, True)
     try:
         outcome = verify(model, Batch(forward.arguments, forward.keywords))
     except (BrokenOffError, DisagreementError):
-        # A rank was lost within a collective, and training's next one may get the leftovers; or
-        # ranks have different models or options.
+        # A collective of the verification was broken off in its middle, so ranks are out of step:
+        # what one sent for it would be taken for part of training's next one. Or ranks have
+        # different models or options.
         raise
     except Exception as error:
         # The model may raise anything, the batch may be one that cannot be copied, the output may
-        # give no loss. Training goes on without the verification, and a line in the log says so.
+        # give no loss.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if find_mode(ddp, KEEPING_FROM_REHEARSAL) is not None:
             remedy = "train without that mode"  # for which the step was refused

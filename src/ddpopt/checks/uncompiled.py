@@ -83,12 +83,13 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
     chose, the parts that train and that Dynamo left out are warned of too.
     """
     known = state.get(ddp)
+    # An evaluation may run graphs for evaluations alone, and those for training come later.
     is_training_to_come = known.cuts and not torch.is_grad_enabled()
     if _are_warned_of.get(ddp) or is_training_to_come:
         return
     _are_warned_of.set(ddp, True)
     if state.has_drifted:
-        return
+        return  # graphs were compiled, of which it is not known for which module
     what = _find_uncompiled(ddp, is_whole=is_whole)
     if what is not None:
         warning = f"torch.compile compiled nothing of {what}: {_find_cause(ddp.module)}"
@@ -164,6 +165,7 @@ def _find_left_out(ddp: DistributedDataParallel) -> str | None:
         pending += [(f"{path}.{n}".lstrip("."), child) for n, child in module.named_children()]
     if paths:
         return f"{count(num_left_out, 'parameter')} of {shorten(paths)}"
+    # No module that Dynamo skips has parameters, but each use of one may lie outside of graphs.
     without = (Reason.NO_PARAMETERS, Reason.NO_GRAD)
     if training and all(cut.fallback in without for cut in state.get(ddp).cuts):
         return count(len(training), "parameter")

@@ -23,9 +23,16 @@ from ddpopt.checks.comparison import (
     limits_by_name,
     precision_of,
 )
-from ddpopt.checks.copies import ModelCopy, Outcome, Rehearsal, copy_model, is_compiled_by_us
+from ddpopt.checks.copies import (
+    ModelCopy,
+    Outcome,
+    Rehearsal,
+    communicating_in_full,
+    copy_model,
+    is_compiled_by_us,
+)
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
-from ddpopt.errors import DDPOptError, OptionError, PeerError
+from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning.batch import LossFn
 from ddpopt.planning.randomness import same_randomness
 from ddpopt.ranks.agree import decide_on_rank_0, gather_on_rank_0
@@ -138,7 +145,7 @@ def verify(
         with run.stage("copying"):
             has_own_code = _draws_otherwise(ddp_model, draws_numbers)
         compiled = compile_ahead(run, has_own_code=has_own_code)
-        compiled.reset()
+        compiled.reset()  # each `step` begins with a copy of this copy
 
         def step(stance: str) -> list[Outcome]:
             return _step_copy(run, compiled, stance, restore_randomness)
@@ -202,10 +209,6 @@ def _step_copy(
     return outcomes
 
 
-class BrokenOffError(PeerError):
-    """A rank was lost in the middle of a collective: the next collective may get its leftovers."""
-
-
 def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
     """Return what `compute` returns, which communicates; if it raises on one rank, raise on all.
 
@@ -213,16 +216,13 @@ def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
     in an allreduce, and would take its next allreduce, of another step, for that one.
     """
     result: T | Exception
-    try:
-        with run.stage("steps"):
-            try:
-                result = compute()
-            except Exception as error:
-                # The model may raise anything. Other ranks are in the middle of communication, so
-                # the error is raised below, on all ranks.
-                result = error
-    except PeerError as error:
-        raise BrokenOffError(str(error)) from error
+    with communicating_in_full(), run.stage("steps"):
+        try:
+            result = compute()
+        except Exception as error:
+            # The model may raise anything. Other ranks are in the middle of communication, so the
+            # error is raised below, on all ranks.
+            result = error
     with run.stage("steps"):
         if isinstance(result, Exception):
             raise result
@@ -242,19 +242,21 @@ class _Report(NamedTuple):
 def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
     """The same result on all ranks, judged by the first one's tolerances. Collective."""
     what = "comparing a step with an eager one"
-    reports = gather_on_rank_0(ddp, report, what)
+    with communicating_in_full():
+        reports = gather_on_rank_0(ddp, report, what)
 
-    def judge() -> Verification | str:
-        assert reports is not None, "rank 0 has them"
-        return _judge_reports(reports)
+        def judge() -> Verification | str:
+            assert reports is not None, "rank 0 has them"
+            return _judge_reports(reports)
 
-    judged = decide_on_rank_0(ddp, what, judge, lambda error: f"{what} raised {error!r}")
+        judged = decide_on_rank_0(ddp, what, judge, lambda error: f"{what} raised {error!r}")
     if isinstance(judged, str):
         raise DDPOptError(judged)
     return judged
 
 
 def _judge_reports(reports: Sequence[_Report]) -> Verification:
+    """The result for all ranks from their reports, rank 0's first."""
     errors = largest([each.errors for each in reports])
     worst_of_ranks = [each.errors.worst for each in reports]
     limits = reports[0].limits

@@ -10,7 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt import _logs, _torch, config
 from ddpopt._text import installed_version
-from ddpopt.checks.copies import ModelCopy, Rehearsal, dtype_name, is_compiled_by_us
+from ddpopt.checks.copies import (
+    ModelCopy,
+    Rehearsal,
+    communicating_in_full,
+    dtype_name,
+    is_compiled_by_us,
+)
 from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import LossFn
@@ -93,7 +99,8 @@ def _compare_models(ddp: DistributedDataParallel, report: _Report) -> None:
         OptionError: no rank has compiled anything.
         PeerError: a rank did not make this call.
     """
-    reports = gather_distinct(ddp, report, "comparing what ranks compile for")
+    with communicating_in_full():
+        reports = gather_distinct(ddp, report, "comparing what ranks compile for")
     uncompiled = [each for each in reports if each.value.problem]
     if len(uncompiled) == len(reports):
         raise OptionError(report.problem)

@@ -152,6 +152,7 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
     """DDP's buckets beside the latest ones that were predicted for the whole model."""
     planned: list[tuple[Parameter, ...]] = []
     for cut in cuts:
+        # A graph that modules share is cut for itself alone, not by buckets of the whole model.
         if cut.buckets and not cut.is_shared:
             # The last cut in the loop counts: the latest graph knows most of the others.
             planned = [bucket.parameters for bucket in cut.buckets]
@@ -164,8 +165,8 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
         if all(index in parameters for bucket in reported for index in bucket):
             actual = [tuple(parameters[index] for index in bucket) for bucket in reported]
 
-    # The graphs that ran in the last step count. Before the first step these are, of each function,
-    # the newest compile with gradients.
+    # The graphs that ran in the last step count, in the order of its forward. Before the first step
+    # these are, of each function, the newest compile with gradients.
     newest_cuts = state.get(ddp).last_cuts
     if not newest_cuts:
         newest_cuts = tuple({cut.frame: cut for cut in cuts if cut.arrival}.values())
@@ -177,14 +178,15 @@ def _find_buckets(ddp: DistributedDataParallel, cuts: Sequence[Cut]) -> list[Buc
         members = planned_here or actual_here
         names = {parameter.name for parameter in members}
         graphs = [cut for cut in newest_cuts if names & {p.name for p in cut.arrival}]
+        # Backward runs graphs in reverse, so the bucket's last gradient is of the first in forward.
+        completed_by = _completing_section(graphs[0], names) if graphs else "-"
         report = BucketReport(
             index=index,
             num_bytes=sum(parameter.num_bytes for parameter in members),
             planned=tuple(parameter.name for parameter in planned_here),
             actual=tuple(parameter.name for parameter in actual_here),
             graphs=tuple(cut.graph for cut in graphs),
-            # Backward runs graphs in reverse: the first of forward makes the last gradient.
-            completed_by=_completing_section(graphs[0], names) if graphs else "-",
+            completed_by=completed_by,
         )
         reports.append(report)
     return reports
@@ -236,9 +238,9 @@ def _relate(
 
 def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timeline | None:
     """The iteration with these buckets; None if the plan is for other parameters."""
-    given = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
+    planned = {gradient.name: gradient for gradient in basis_plan.profile.gradients}
     # The plan may have been made before the module was compiled, with other names, or after it.
-    gradient_of = {called: given[name] for name, called in _torch.plain_names(given).items()}
+    gradient_of = {called: planned[name] for name, called in _torch.plain_names(planned).items()}
     names_by_bucket = [bucket.actual or bucket.planned for bucket in buckets]
     all_names = [name for names in names_by_bucket for name in names]
     if sorted(all_names) != sorted(gradient_of):

@@ -29,7 +29,7 @@ _PROFILE_TIMES = ("backward_s", "forward_s", "between_s", "cut_s", "after_s")
 class Gradient:
     """A parameter's gradient, ready `ready_s` after backward began.
 
-    In a plan that is if nothing is communicated meanwhile; `undisturbed` gets such times from
+    Plans are made for times without communication in backward; `undisturbed` makes such times of
     measured ones. Only gradients of equal `group` (dtype and device) may share a bucket.
     """
 
@@ -57,7 +57,8 @@ class Gradient:
 class PlannedBucket:
     """The gradients of one allreduce, in the order of arrival.
 
-    They are reduced once the profile's gradient at index `last` is ready.
+    They are reduced once the profile's gradient at index `last` is ready; that one may be of
+    another group, see `Profile.buckets_of`.
     """
 
     gradients: tuple[Gradient, ...]
@@ -399,7 +400,7 @@ def naming(path: str) -> Iterator[None]:
     """Put the path in a document, or the document's name, before what is wrong with it."""
     try:
         yield
-    except ValueError as error:
+    except ValueError as error:  # a PlanError is one too
         raise PlanError(f"{path}: {error}") from error
 
 

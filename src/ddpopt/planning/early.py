@@ -112,6 +112,7 @@ def find_departures(
             sections = sections[::-1]
         section_of = {name: k for k, section in enumerate(sections) for name in section.parameters}
         for parameter in used:
+            # One that no section names is taken to be final at the graph's end.
             section = section_of.get(parameter.name, len(sections) - 1)
             unit_of[parameter.index] = len(units) + section
         units += [(cut, section.num_nodes) for section in sections]
@@ -162,6 +163,8 @@ def watch(ddp: DistributedDataParallel) -> None:
 
 
 class _Watch(Subscriber):
+    """Waits until training has settled, and then warns if most gradients leave late."""
+
     def __init__(self) -> None:
         self._num_graphs = 0
         self._num_forwards = 0  # that communicate, since the last compile

@@ -106,8 +106,9 @@ def estimate(
         device = measure_device(first.device, [d for d in _MEASURED_DTYPES if d in used])
     costs = call_costs(graph, device)
     # `ends_s[n]` is the time at which the first n calls have run. A value that no call makes, such
-    # as an input that is passed through, is ready at `ends_s[0]`. The last time is the end of
-    # backward. A gradient that does not depend on the loss's value may be ready before the loss.
+    # as an input that is passed through, is ready at `ends_s[0]`. The end of backward is the last
+    # time twice: the second one is for unused gradients, which so come behind all others. A
+    # gradient that does not depend on the loss's value may be ready before the loss.
     ends_s = [0.0, *itertools.accumulate(cost.seconds for cost in costs.values())]
     ends_s.append(ends_s[-1])
     num_calls_to = {name: number for number, name in enumerate(costs, 1)}
@@ -184,13 +185,12 @@ def _trace(
             f"batch is a {type(batch).__name__}; it must be a tensor, a tuple of "
             "positional arguments or a dict of keyword arguments"
         )
-    is_on_meta = any(parameter.is_meta for parameter in parameters.values())
-    accelerator = None
-    if is_on_meta:
-        # Tracing on the meta device itself gives other operations, see `_to_fake`. A build for GPUs
-        # has an accelerator that this machine may lack.
-        accelerator = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), accelerator)
+    other_device = None
+    if any(parameter.is_meta for parameter in parameters.values()):
+        # On the meta device operations are traced that no device runs: attention, for one, is
+        # decomposed there. A build for GPUs has an accelerator that this machine may lack.
+        other_device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), other_device)
     # Of copies, since a forward may keep what it computes, which here are fake tensors.
     step = _Step(*_copies.copy_model(model, loss_fn, PlanError, shares_tensors=True))
     tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
@@ -250,11 +250,7 @@ class _Step(nn.Module):
 
 
 def _to_fake(mode: Any, device: torch.device | str | None, value: Any) -> Any:
-    """Return a fake tensor in place of a tensor, on `device` if that is not None.
-
-    Tracing on the meta device itself would give operations that no device runs: attention, for
-    one, is decomposed there.
-    """
+    """A fake tensor in place of a tensor, on `device`, or on its own if that is None."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value  # make_fx replaces tensors of other kinds
     with mode, torch.no_grad():
@@ -305,22 +301,26 @@ class _Values:
     def __init__(self, graph: fx.Graph) -> None:
         self.owner: dict[fx.Node, fx.Node] = {}
         self.size: dict[fx.Node, int] = {}
-        self._readers: dict[fx.Node, set[fx.Node]] = {}  # of its memory, without views
+        # Which calls read the memory of a node; views read none.
+        self._readers: dict[fx.Node, set[fx.Node]] = {}
         for node in graph.nodes:
             if node.op != "output":
                 self.owner[node] = owner = self._find_owner(node)
                 size = _num_bytes(node)
+                # An expanded view has more elements than memory.
                 self.size[node] = min(size, self.size.get(owner, size))
             if not _is_free(node):
                 for source in node.all_input_nodes:
                     self._readers.setdefault(self.owner[source], set()).add(node)
 
     def _find_owner(self, node: fx.Node) -> fx.Node:
+        """The node to which a value's memory belongs, given those of the nodes before."""
         if not node.all_input_nodes:
             return node
         first = node.all_input_nodes[0]
         if name_of(node) == "getitem":  # an element of a tuple owns its memory, but not of a view's
             return node if self.owner[first] is first else self.owner[first]
+        # `add_` is in place, `__and__` is not.
         is_in_place = _base_name(node).endswith("_") and not _base_name(node).endswith("__")
         return self.owner[first] if _is_view(node) or is_in_place else node
 
@@ -360,9 +360,10 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node stands for; raises PlanError if the graph does not have them."""
     # None has no "val": the result of a call without one, or a gradient that nobody needs.
-    is_none = not node.users or name_of(node) == "getitem"
-    if not _torch.has_aten_value(node) and node.op != "get_attr" and not is_none:
+    may_be_none = not node.users or name_of(node) == "getitem"
+    if not _torch.has_aten_value(node) and node.op != "get_attr" and not may_be_none:
         raise PlanError(
             f"node {node.name} ({name_of(node)}) has no meta['val']; trace the graph with make_fx "
             "and tracing_mode='fake'"
@@ -383,6 +384,7 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 def _count_flops(node: fx.Node, formulas: Mapping[str, Any]) -> int:
+    """The FLOPs of a call by torch's formula for its operation, 0 without one."""
     # The CPU's attention has no formula of its own (torch 2.11 to 2.13).
     formula = formulas.get(_torch.without_device(_base_name(node)))
     if formula is None:

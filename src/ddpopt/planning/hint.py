@@ -75,6 +75,8 @@ def watch(ddp: DistributedDataParallel) -> None:
 
 
 class _Watch(IterationClock):
+    """Collects DDP's times of some of the first steps, and then gives the hint and is gone."""
+
     def __init__(self) -> None:
         super().__init__()
         # By step number: what DDP logged of the step, and how long its iteration took.

@@ -184,12 +184,18 @@ def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
     return buckets_of_caps(profile, caps_bytes or [1])
 
 
+def uniform_caps(profile: Profile) -> Iterator[int]:
+    """Caps in bytes, from one bucket to one gradient in each, by powers of 2."""
+    cap_bytes = max(1, profile.num_bytes)
+    while cap_bytes:
+        yield cap_bytes
+        cap_bytes //= 2
+
+
 def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
-    """The buckets of uniform caps, from one bucket to one gradient each, by powers of 2."""
-    cap = max(1, profile.num_bytes)
-    while cap:
-        yield _as_formed(profile, buckets_of_caps(profile, (cap,)))
-        cap //= 2
+    """The buckets of each of `uniform_caps`."""
+    for cap_bytes in uniform_caps(profile):
+        yield _as_formed(profile, buckets_of_caps(profile, (cap_bytes,)))
 
 
 def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from ddpopt.planning.costs import (
     naming,
 )
 from ddpopt.planning.estimates import estimate, scale, wrapped_module
-from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_buckets
+from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_caps
 from ddpopt.planning.randomness import same_randomness
 from ddpopt.planning.timeline import Timeline, bucket_table, predict
 from ddpopt.steps.clock import Clock
@@ -177,12 +177,12 @@ class BucketPlan:
         # Not the process group's number: a rank that asks before it joins would get another cap.
         if self._has_one_group:
             return {"bucket_cap_mb_list": [cap / _MIB for cap in self.caps_bytes]}
-        best = min(
-            uniform_buckets(self.profile),
-            key=lambda sizes: predict(self.profile, sizes, self.cost).iteration_s,
-        )
-        first = self.profile.gradients[: best[0]]
-        return {"bucket_cap_mb": max(1, sum(gradient.num_bytes for gradient in first)) / _MIB}
+
+        def predict_iteration_s(cap_bytes: int) -> float:
+            sizes = buckets_of_caps(self.profile, (cap_bytes,))
+            return predict(self.profile, sizes, self.cost).iteration_s
+
+        return {"bucket_cap_mb": min(uniform_caps(self.profile), key=predict_iteration_s) / _MIB}
 
     def to_json(self) -> str:
         """The plan as JSON text, equal for equal plans."""
@@ -220,7 +220,7 @@ class BucketPlan:
         """The plan in a JSON text, whose name is in front of whatever is wrong with it."""
         try:
             content = json.loads(text, object_pairs_hook=_unique)
-        except PlanError as error:
+        except PlanError as error:  # of `_unique`
             raise PlanError(f"{name}: {error}") from error
         except ValueError as error:
             raise PlanError(
@@ -232,7 +232,7 @@ class BucketPlan:
             if not isinstance(content, dict) or "version" not in content:
                 raise PlanError("it has no 'version', as a plan has that BucketPlan.save wrote")
             version = content.pop("version")
-            if version != _VERSION or type(version) is not int:
+            if version != _VERSION or type(version) is not int:  # true and 1.0 are equal to 1
                 raise PlanError(
                     f"its version is {quote(version)}, and this ddpopt reads {_VERSION}; plan "
                     "again, or read it with the release that wrote it"

@@ -38,9 +38,10 @@ from ddpopt.steps.forwards import (
 
 # The plan that the Reducer was made for, if any.
 _plans: ModuleSlot[BucketPlan | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
-# Hooks on a module with a new Reducer. Until the next forward they make each backward raise. Then,
-# with a static graph, others raise unless DDP learns its gradients from the next backward.
-_guards: ModuleSlot[Sequence[RemovableHandle]] = ModuleSlot(lambda: (), Lifetime.MODULE)
+# Hooks after `rebucket`, on the module and its parameters. Until the next forward they make each
+# backward raise. Then, with a static graph of unknown arrivals, others on the module raise unless
+# DDP learns its gradients from the next backward.
+_hooks: ModuleSlot[Sequence[RemovableHandle]] = ModuleSlot(lambda: (), Lifetime.MODULE)
 
 
 def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) -> None:
@@ -83,11 +84,14 @@ def _read(plan: object) -> BucketPlan:
 
 
 def _find_noted(ddp: DistributedDataParallel) -> str:
-    """Say why gradients may be noted as used that no backward has reduced; "" if there are none.
+    """Say that DDP may have noted gradients as used that it has not reduced; "" if it cannot.
 
-    A backward that went past DDP, through `ddp.module`, notes gradients as used as well, and no
-    count of ours tells of such a backward.
+    `_Accumulation` knows of such notes from forwards under no_sync. A backward that went past DDP,
+    through `ddp.module`, leaves some as well, and nobody is told of its forward. So who calls
+    `rebucket` is asked for a state without any; the tuner notices such backwards
+    (`Stopwatch.has_unreduced`).
     """
+    # DDP takes no such notes unless it looks for unused parameters.
     if _torch.follows_arrival_order(ddp) or not _torch.has_gradients(ddp):
         return ""
     return (
@@ -106,7 +110,8 @@ def find_obstacle(ddp: DistributedDataParallel) -> str:
 def find_pending(ddp: DistributedDataParallel) -> str:
     """Say which gradients a new Reducer would know nothing of; "" if none are known.
 
-    Where nothing has called `watch`, those noted as used may be missed: see `_find_noted`.
+    Where nothing has called `watch`, gradients that DDP has noted as used may be missed: see
+    `_find_noted`.
     """
     if _torch.has_unfinished_reduction(ddp):
         return "DDP has not ended the reduction of the last backward"
@@ -140,40 +145,43 @@ class _Accumulation(Subscriber):
     They do if the last forward with gradients was under `no_sync`. Where DDP looks for unused
     parameters, it notes used ones under `no_sync` too, and gradients count as accumulating until
     DDP has reduced these notes.
+
+    It is told of each forward after `_Tuner`, so that the tuner's question is about the one before.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         # Whether the last forward with gradients was under no_sync. None is unknown, as at first,
         # where DDP only tells that the last one was under no_sync or without gradients.
-        self._is_on: bool | None = None
+        self._was_under_no_sync: bool | None = None
         # How often DDP had reduced its notes of used parameters at the first forward under no_sync:
         # while that number stays, the notes are still there.
         self._num_used_map_resets: int | None = None
         with contextlib.suppress(TorchDriftError):  # then it stays unknown
             if _torch.last_forward_synced(ddp):
-                self._is_on = False
+                self._was_under_no_sync = False
         self._note_forward(ddp)  # the one that is running
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         self._note_forward(ddp)
 
     def _note_forward(self, ddp: DistributedDataParallel) -> None:
+        """Note whether a forward is under no_sync, and before the first such one DDP's count."""
         if not torch.is_grad_enabled():
             return
-        is_on = not will_communicate(ddp)
-        if is_on and not self._is_on:
+        is_under_no_sync = not will_communicate(ddp)
+        if is_under_no_sync and not self._was_under_no_sync:
             # If this torch lacks the name, steps go on, and `rebucket`, which asks again, raises.
             with contextlib.suppress(TorchDriftError):
                 self._num_used_map_resets = _torch.num_used_map_resets(ddp)
-        self._is_on = is_on
+        self._was_under_no_sync = is_under_no_sync
 
     def forget_notes(self) -> None:
         """Forget the notes of a Reducer that is gone: a new one counts from the beginning."""
         self._num_used_map_resets = None
 
-    def is_on(self, ddp: DistributedDataParallel) -> bool | None:
+    def is_accumulating(self, ddp: DistributedDataParallel) -> bool | None:
         """Whether gradients accumulate, None if that is not known."""
-        return self._has_notes(ddp) or self._is_on
+        return self._has_notes(ddp) or self._was_under_no_sync
 
     def _has_notes(self, ddp: DistributedDataParallel) -> bool:
         """Whether DDP has reduced nothing since the first forward under no_sync."""
@@ -184,9 +192,9 @@ class _Accumulation(Subscriber):
 def _is_accumulating(ddp: DistributedDataParallel) -> bool:
     """Whether gradients accumulate under no_sync, or may do so if nobody has watched forwards."""
     watching = find_subscriber(ddp, _Accumulation)
-    is_on = None if watching is None else watching.is_on(ddp)
-    if is_on is not None:
-        return is_on
+    is_accumulating = None if watching is None else watching.is_accumulating(ddp)
+    if is_accumulating is not None:
+        return is_accumulating
     if _torch.last_forward_synced(ddp):
         return False
     return _torch.has_gradients(ddp)  # it was under no_sync, or an evaluation; DDP does not tell
@@ -203,8 +211,8 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
         return problem
     if kept := _find_kept_by_hooks(ddp):
         return kept
-    own = list(_torch.reducer_parameters(ddp).values())
-    if len({p.group for p in own}) > 1 or any(p.is_sparse for p in own):
+    reduced = list(_torch.reducer_parameters(ddp).values())
+    if len({p.group for p in reduced}) > 1 or any(p.is_sparse for p in reduced):
         return (
             "its parameters are of several dtypes or devices, or sparse, for which DDP forms "
             "buckets apart; give DistributedDataParallel the plan's ddp_kwargs() instead"
@@ -247,16 +255,17 @@ def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
 
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they match."""
-    own = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
+    reduced = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
     plain_of = _plain_names(ddp, plan)
     planned = {plain_of[g.name]: g.num_bytes for g in plan.profile.gradients}
     remedy = "plan for this very model"
-    for names, where in ((own.keys() - planned, "in the plan"), (planned.keys() - own, "reduced")):
+    not_planned, not_reduced = reduced.keys() - planned, planned.keys() - reduced
+    for names, where in ((not_planned, "in the plan"), (not_reduced, "reduced")):
         if names:
             shown = shorten(sorted(names))
             are = "is" if len(names) == 1 else "are"
             return f"{count(len(names), 'parameter')} {are} not {where} ({shown}); {remedy}"
-    for name, size in own.items():
+    for name, size in reduced.items():
         if planned[name] != size:
             sizes = f"{size} bytes, and {planned[name]} in the plan"
             return f"the gradient of {name} has {sizes}; {remedy}"
@@ -290,7 +299,7 @@ def agree(
         buckets = str(indices_of(ddp, plan)).encode()
         facts = [Fact("the plan", hashlib.sha256(buckets).hexdigest()[:16])]
         if ddp.static_graph:
-            # Whether arrivals are known decides which collectives follow.
+            # Whether arrivals are known decides which collectives follow in `apply`.
             is_known = static_graph.find_arrivals(ddp) is not None
             facts.append(
                 Fact(
@@ -342,6 +351,7 @@ def _replace_reducer(
 ) -> None:
     """Replace the Reducer on all ranks or on none: one may lack the memory for a new one."""
 
+    # Called on all ranks after each part that a rank does alone, with what went wrong in it here.
     def settle(problem: Exception | None) -> None:
         """Raise on all ranks if one of them has a problem."""
 
@@ -368,8 +378,12 @@ def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[Para
 
 
 def _plain_names(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str, str]:
-    """By a plan's name of a parameter, its name in `reducer_parameters`."""
+    """By a plan's name of a parameter, its name in `reducer_parameters`.
+
+    A plan's names have `_orig_mod` in them where modules were compiled when it was made.
+    """
     planned = [gradient.name for gradient in plan.profile.gradients]
+    # The module's own names, of which some may have kept `_orig_mod`, need no change.
     if {p.name for p in _torch.reducer_parameters(ddp).values()} == set(planned):
         return dict(zip(planned, planned, strict=True))
     return _torch.plain_names(planned)
@@ -415,17 +429,18 @@ def describe_ranks(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
 
 def _forbid_backward(ddp: DistributedDataParallel) -> None:
     """Make backward raise until the next forward: a new Reducer does not know earlier ones."""
-    _allow_backward(ddp)
+    _remove_hooks(ddp)  # of an earlier `rebucket`, if no forward has run since
     reduced = _torch.reducer_parameters(ddp)
     with _torch.requiring_grad(reduced):
         handles = [
             parameter.register_hook(_refuse_backward)  # type: ignore[no-untyped-call]  # as torch has it
             for parameter in reduced
         ]
-    # If nothing has been compiled yet, nobody else notices that a forward has begun.
+    # Subscribers are told of forwards only once something has been compiled in this process; until
+    # then a hook tells. Dynamo must not trace into it.
     _torch.hide_from_dynamo()
-    begin = ddp.register_forward_pre_hook(_begin_at_forward)
-    _guards.set(ddp, [*handles, begin])
+    handles.append(ddp.register_forward_pre_hook(_allow_at_forward))
+    _hooks.set(ddp, handles)
     subscribe(ddp, _Permission(), Turn.PERMITS)
 
 
@@ -437,26 +452,26 @@ def _refuse_backward(_gradient: torch.Tensor) -> None:
     )
 
 
-def _begin_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
+def _allow_at_forward(ddp: DistributedDataParallel, _inputs: object) -> None:
     """A hook of the module's; a function of the file, so that the module can be pickled."""
-    if _guards.get(ddp):  # a copy has the hook too
-        _begin_forward(ddp)
+    if _hooks.get(ddp):  # a copy of the module has this hook too, but its backwards never raised
+        _allow_backward(ddp)
 
 
 class _Permission(Subscriber):
-    """Lets backwards run again from the first forward with gradients on; see `_begin_forward`."""
+    """Calls `_allow_backward` before others are told of a forward, which this may refuse."""
 
     may_raise = True
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        _begin_forward(ddp)
+        _allow_backward(ddp)
 
 
-def _begin_forward(ddp: DistributedDataParallel) -> None:
+def _allow_backward(ddp: DistributedDataParallel) -> None:
     """Let backwards run again, which `_forbid_backward` made raise: a forward begins.
 
     With a static graph whose arrivals are not known, the forward has to be one from whose backward
-    DDP learns them; and backwards are watched until DDP has.
+    DDP learns them, or this raises; and backwards are watched until DDP has.
     """
     if not torch.is_grad_enabled():
         return  # an evaluation, after which a backward from before is still to be refused
@@ -468,10 +483,11 @@ def _begin_forward(ddp: DistributedDataParallel) -> None:
             "to expect; run one step first that has all of them, or compile the model with ddpopt "
             "and run two steps before rebucket"
         )
-    _allow_backward(ddp)
+    _remove_hooks(ddp)
     if _torch.awaits_static_graph(ddp):
-        watch = ddp.register_forward_hook(_watch_first_backward)
-        _guards.set(ddp, [ddp.register_forward_pre_hook(_check_first_backward), watch])
+        before = ddp.register_forward_pre_hook(_check_first_backward)
+        after = ddp.register_forward_hook(_watch_first_backward)
+        _hooks.set(ddp, [before, after])
 
 
 def _watch_first_backward(ddp: DistributedDataParallel, _inputs: object, output: object) -> None:
@@ -480,8 +496,8 @@ def _watch_first_backward(ddp: DistributedDataParallel, _inputs: object, output:
     `torch.autograd.grad` runs such a backward. DDP would take it for the first of a static graph,
     at whose end it allreduces: a rank that makes that call alone would hang.
     """
-    if not _guards.get(ddp) or not _torch.awaits_static_graph(ddp):
-        return
+    if not _hooks.get(ddp) or not _torch.awaits_static_graph(ddp):
+        return  # this is a copy, which has the hook too; or DDP has learned its gradients
     reduced = [tensor for tensor in _torch.reducer_parameters(ddp) if tensor.requires_grad]
     accumulating = [_torch.accumulate_node(tensor) for tensor in reduced]
 
@@ -507,15 +523,16 @@ def _check_first_backward(ddp: DistributedDataParallel, _inputs: object) -> None
 
     If that is nothing, no step can go on. Otherwise nothing has to be watched any more.
     """
-    if not _guards.get(ddp) or _torch.awaits_static_graph(ddp):
-        return
+    if not _hooks.get(ddp) or _torch.awaits_static_graph(ddp):
+        return  # this is a copy, which has the hook too; or DDP's first backward has yet to run
     if not _torch.used_in_static_graph(ddp):
         raise PlanError(_NOT_LEARNED)
-    _allow_backward(ddp)
+    _remove_hooks(ddp)
 
 
-def _allow_backward(ddp: DistributedDataParallel) -> None:
-    for handle in _guards.get(ddp):
+def _remove_hooks(ddp: DistributedDataParallel) -> None:
+    """End what `_forbid_backward` or `_allow_backward` has begun; nothing may be left to end."""
+    for handle in _hooks.get(ddp):
         handle.remove()
-    _guards.set(ddp, ())
+    _hooks.set(ddp, ())
     unsubscribe(ddp, _Permission)

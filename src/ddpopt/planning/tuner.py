@@ -94,10 +94,12 @@ _UNCOUNTED = (
 
 
 def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -> None:
-    """Find better buckets for `ddp`, or take those of a file, unless that was done before.
+    """Begin to find better buckets for `ddp`, or to take those of a file.
 
-    `buckets` is "auto" or the path of a plan. `is_provisional` says that the forward is cut, in
-    which needless sections cost time; sections of a backward hardly cost any.
+    It is called whenever code is compiled for the module, or first shared with it; of these calls
+    the first since `torch._dynamo.reset()` counts. One after a reset goes on with the same tuner,
+    unless it has other `buckets`: "auto", or the path of a plan. `is_provisional` says that the
+    forward is cut, in which needless sections cost time; those of a backward hardly cost any.
 
     Raises:
         PlanError: there is no plan in the file, or it does not fit the model.
@@ -149,7 +151,7 @@ def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
 
 
 def continue_search(copy: DistributedDataParallel, ddp: DistributedDataParallel) -> None:
-    """Make `ddp` continue what compiling its copy has begun."""
+    """Begin for `ddp`, which will run its copy's code, what compiling this code has begun."""
     begun = find_tuner(copy)
     if begun is not None and find_tuner(ddp) is None:
         start(ddp, begun.source, is_provisional=state.get(copy).is_provisional)
@@ -200,7 +202,7 @@ class _Tuner(Subscriber):
             obstacle = str(error)
         if obstacle:
             self._keep_buckets(ddp, obstacle)
-        elif self._stage is _SEARCH and group.size() < 2:
+        elif self._stage is _SEARCH and group.size() < 2:  # a plan that is given is taken even so
             self._stage = None
             self._report(ddp, f"{STAY}: one rank communicates nothing")
 
@@ -256,10 +258,12 @@ class _Tuner(Subscriber):
 
     def after_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
         if self._stage is not None and will_communicate(ddp):
-            # This tuner may have been made in the forward that ends here.
+            # This tuner may have been made in the forward that ends here, or its stage have begun
+            # in `before_forward`, when the one before was concluded.
             (self._stopwatch or self._begin_step(ddp, self._stage)).end_forward()
 
     def _begin_step(self, ddp: DistributedDataParallel, stage: _Stage) -> Stopwatch:
+        """Begin to time a step, and return what times it: a new stopwatch in a stage's first."""
         if self._stopwatch is None:
             self._stopwatch = Stopwatch(ddp, stage.num_untimed)
         self._stopwatch.begin_forward()
@@ -300,23 +304,23 @@ class _Tuner(Subscriber):
             limit_s = self._longest_meeting_s / max(1, _num_searches(ddp.process_group))
             self._meeting = JointDecision(ddp.process_group, stage.title, key, limit_s)
         except PeerError as error:
+            # The store is gone. The others will miss this rank at the meeting, and give up too.
             self._end_stage(ddp, stopwatch)
             self._give_up(ddp, stage, str(error))
 
     def _meet(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
-        """Go on with all ranks, or with none; or try again after the next backward."""
+        """Go on with all ranks, or with none; or try again after the next backward.
+
+        If the store is gone, nobody knows what the others do, and its PeerError ends training.
+        """
         assert self._meeting is not None, "it was announced before the last backward"
         planned = self.best if stage is _COMPARISON else None
-        obstacle, is_for_now = _find_obstacle(ddp, planned, self.source), False
-        if not obstacle:
-            obstacle = _UNREDUCED if stopwatch.has_unreduced else rebucket.find_pending(ddp)
-            if not obstacle and ddp.static_graph and static_graph.find_arrivals(ddp) is None:
-                obstacle = _UNCOUNTED
-            is_for_now = bool(obstacle)
+        obstacle = _find_obstacle(ddp, planned, self.source)
+        pending = "" if obstacle else _find_pending(ddp, stopwatch)
         # On an accelerator nobody has waited for the last allreduce: this rank may be a step ahead
         # of ranks that have not announced themselves.
         stopwatch.finish()
-        refusal = self._meeting.decide(obstacle, is_for_now=is_for_now)
+        refusal = self._meeting.decide(obstacle or pending, is_for_now=bool(pending))
         if refusal is None:
             self._end_stage(ddp, stopwatch)
             self._conclude(ddp, stage, stopwatch)
@@ -329,6 +333,7 @@ class _Tuner(Subscriber):
             self._give_up(ddp, stage, f"{refusal.reason}{again}")
 
     def _end_stage(self, ddp: DistributedDataParallel, stopwatch: Stopwatch) -> None:
+        """Leave the present stage; what follows may begin another, and all is over otherwise."""
         stopwatch.stop()
         self._stage = self._stopwatch = self._meeting = None
         self._num_postponed = 0
@@ -345,12 +350,15 @@ class _Tuner(Subscriber):
             self._judge(ddp, stopwatch.measured())
 
     def _take_given(self, ddp: DistributedDataParallel) -> None:
-        """Apply the plan of the file."""
+        """Apply the plan of the file.
+
+        Where a search would keep the buckets, a PlanError ends training: a user asked for these.
+        """
         best = self.best
         assert best is not None, "the file was read when the tuner was made"
         rebucket.agree(ddp, lambda: best)
         rebucket.apply(ddp, best)
-        _begin_forward(ddp)
+        _prepare_new_reducer(ddp)
         if state.get(ddp).is_recut:  # otherwise compiled code was already cut for these buckets
             state.get(ddp).take_new_limits()
         ranks = rebucket.describe_ranks(ddp, best)
@@ -380,12 +388,12 @@ class _Tuner(Subscriber):
         try:
             rebucket.apply(ddp, best)
         except PlanError as error:
-            _begin_forward(ddp)  # with a Reducer like the one before
+            _prepare_new_reducer(ddp)  # perhaps with the former buckets
             self._keep_buckets(ddp, str(error))
             return
         self._report(ddp, decision.text)
         self._change = _Change(measured.buckets, by_rank, caps_bytes_before, decision.gain)
-        _begin_with_new_reducer(ddp)
+        _go_on_with_new_buckets(ddp)
         self._stage = _COMPARISON
 
     def _judge(self, ddp: DistributedDataParallel, measured: Measured) -> None:
@@ -404,10 +412,10 @@ class _Tuner(Subscriber):
             try:
                 rebucket.take_back(ddp, change.buckets_before, change.caps_bytes_before)
             except PlanError as error:
-                _begin_forward(ddp)  # with a Reducer like the one before
+                _prepare_new_reducer(ddp)  # perhaps with the former buckets
                 self._report(ddp, str(error))
                 return
-            _begin_with_new_reducer(ddp)
+            _go_on_with_new_buckets(ddp)
 
     # ---- What users read ---------------------------------------------------------------------
 
@@ -426,6 +434,7 @@ class _Tuner(Subscriber):
         if stage is _COMPARISON:  # the buckets have changed, and stay that way
             news = f"what came of it is not known: {problem}"
             self._note(news)
+            # Not on rank 0 alone: where the store is gone, other ranks may not know.
             _logs.info("%s", news)
         else:
             self._keep_buckets(ddp, problem)
@@ -525,15 +534,30 @@ def _find_obstacle(ddp: DistributedDataParallel, planned: BucketPlan | None, sou
     return _find_lasting_obstacle(ddp, source) or rebucket.find_obstacle(ddp)
 
 
-def _begin_with_new_reducer(ddp: DistributedDataParallel) -> None:
-    """Continue with the forward that was about to begin; sections of forward are cut anew."""
-    _begin_forward(ddp)
+def _find_pending(ddp: DistributedDataParallel, stopwatch: Stopwatch) -> str:
+    """Say why this rank cannot go on now, but perhaps after a backward more; "" if it can."""
+    if stopwatch.has_unreduced:
+        return _UNREDUCED
+    if pending := rebucket.find_pending(ddp):
+        return pending
+    if ddp.static_graph and static_graph.find_arrivals(ddp) is None:
+        return _UNCOUNTED
+    return ""
+
+
+def _go_on_with_new_buckets(ddp: DistributedDataParallel) -> None:
+    """Continue with the forward that was about to begin, by code for the module's new buckets.
+
+    Sections of a backward serve any buckets. Those of a forward do not, nor does code of another
+    module that was cut for that one's own buckets (`DDPState.is_recut`).
+    """
+    _prepare_new_reducer(ddp)
     known = state.get(ddp)
     if known.has_forward_sections or known.is_recut:
         known.take_new_limits()
 
 
-def _begin_forward(ddp: DistributedDataParallel) -> None:
-    """Tell the new Reducer of a forward that DDP has begun with the one before it."""
+def _prepare_new_reducer(ddp: DistributedDataParallel) -> None:
+    """Tell the module's new Reducer of the forward of which DDP has told the one before."""
     if will_communicate(ddp):
         _torch.prepare_reducer(ddp)

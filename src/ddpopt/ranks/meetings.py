@@ -76,17 +76,18 @@ def _poll_s(store: GroupStore) -> float:
 def monitored_block(
     group: dist.ProcessGroup, name: str, phase: str, *, silence_s: float
 ) -> Iterator[None]:
-    """Name a block that all ranks run; it ends on no rank before it has ended on all.
+    """Make a block that all ranks run end on no rank before it has ended on all.
 
-    Every rank of the group must run the same number of blocks of each name.
+    `name` is the call of a user's that errors name, and `phase` what ranks do in the block. Every
+    rank of the group must run the same number of blocks of each name.
 
     Raises:
         PeerError: another rank raised in the block or has been silent for `silence_s` seconds, or
             the store does not answer for as long.
     """
     store = GroupStore(group, name, next_key(group, name), silence_s)
-    own = _sign_of(store.rank)
-    store.set(own, phase)
+    own_sign = _sign_of(store.rank)
+    store.set(own_sign, phase)
     if store.count(_ENTERED) > store.size:
         raise PeerError(
             f"{name}: more ranks are in it than the group has ({store.size}): its store has values "
@@ -94,7 +95,7 @@ def monitored_block(
         )
     signs = (f"{phase}\n{number}" for number in itertools.count())
     with contextlib.ExitStack() as living:
-        living.enter_context(store.writing(own, signs, silence_s / _BEATS))
+        living.enter_context(store.writing(own_sign, signs, silence_s / _BEATS))
         try:
             yield
         except BaseException as error:
@@ -107,7 +108,7 @@ def monitored_block(
                     "look at its log",
                 )
             raise
-        answer = _leave(store, own, living)
+        answer = _leave(store, own_sign, living)
     if answer != _GO:
         raise PeerError(f"{name}: {answer}")
 
@@ -117,7 +118,7 @@ def _sign_of(rank: int) -> str:
     return f"sign/{rank}"
 
 
-def _leave(store: GroupStore, own: str, living: contextlib.ExitStack) -> str:
+def _leave(store: GroupStore, own_sign: str, living: contextlib.ExitStack) -> str:
     """Count this rank out of a block, and wait for the block's answer.
 
     `living` writes this rank's signs of life until it is closed.
@@ -129,7 +130,7 @@ def _leave(store: GroupStore, own: str, living: contextlib.ExitStack) -> str:
         # This rank goes on writing signs, by which the others see that somebody watches.
         return _wait(store, _Watch(store))
     living.close()
-    store.set(own, _DONE)
+    store.set(own_sign, _DONE)
     return _wait(store, _WatchOfOne(store, watching))
 
 
@@ -203,6 +204,7 @@ class _Watch:
         self._others = [rank for rank in range(store.size) if rank != store.rank]
         self._signs = _Signs(store, self._others)
         self._are_in = False
+        # When a rank that has not come yet counts as lost.
         self._until_s = time.monotonic() + store.limit_s + store.allowance_s
         self._report_s = time.monotonic() + _REPORT_S
 
@@ -228,6 +230,7 @@ class _Watch:
         return ""
 
     def _describe_missing(self) -> str:
+        """The ranks that are not done, and what each of them does; for a warning."""
         phases = self._signs.phases
         if not self._are_in:
             phases = {

@@ -129,7 +129,7 @@ class _Connection:
     def _serve(self, groups_store: Any) -> None:
         """Answer questions, and write signs of life in between, until `close`."""
         began_s = time.monotonic()
-        # If this thread hangs, it keeps its connection. The group's own would outlive the group.
+        # Not the group's own connection, which would outlive the group with a thread that hangs.
         connect = _answer_of(_connect_anew, groups_store)
         del groups_store
         self.connecting_s = time.monotonic() - began_s
@@ -175,8 +175,8 @@ def _connect_anew(store: Any) -> Any:
     kind: Any = type(base)
     # The base class stands for a store in Python whose Python object is not known any more.
     is_in_python = kind is c10d.Store or kind.__module__.partition(".")[0] != "torch"
-    has_none = getattr(kind, "clone", None) is c10d.Store.clone
-    return store if is_in_python and has_none else store.clone()
+    has_no_clone = getattr(kind, "clone", None) is c10d.Store.clone
+    return store if is_in_python and has_no_clone else store.clone()
 
 
 # By a group's object, with which its connection ends; torch may forget the group earlier.

@@ -60,6 +60,7 @@ class _Numbering(Subscriber):
         with contextlib.suppress(TorchDriftError):
             if not will_communicate(ddp):
                 return
+            # Ranks of a group of another kind cannot meet, and need no number.
             if isinstance(ddp.process_group, dist.ProcessGroup):
                 trained = [t for t in _torch.reducer_parameters(ddp) if t.requires_grad]
                 if not trained:

@@ -118,6 +118,7 @@ class StepTimer:
 
     def skip_forward(self) -> None:
         """Note a forward that does not communicate; its backward is in no step."""
+        # Between a step's forward and its backward it may be an evaluation, which ends nothing.
         if self.steps and self.steps[-1].backward_ended:
             self._is_over = True
 
