@@ -16,9 +16,9 @@ from ddpopt.errors import DDPMode
 from ddpopt.split import state
 from ddpopt.split.phases import Goal, Origin
 from ddpopt.split.state import (
-    KEEPING_ALLREDUCE,
-    KEEPING_BUCKETS,
-    KEEPING_FROM_REHEARSAL,
+    MODES_WITHOUT_ALGORITHM,
+    MODES_WITHOUT_REBUCKET,
+    MODES_WITHOUT_REHEARSAL,
     find_mode,
 )
 from tests.support.beside import compiled
@@ -180,13 +180,14 @@ DDP_IN_MODE = {
 def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
     """It is not found by anything else."""
     ddp = DDP_IN_MODE[mode]()
-    for modes in (KEEPING_BUCKETS, KEEPING_ALLREDUCE, KEEPING_FROM_REHEARSAL):
+    for modes in (MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM, MODES_WITHOUT_REHEARSAL):
         assert find_mode(ddp, modes) is (mode if mode in modes else None)
 
 
 def test_an_open_join_keeps_buckets_and_allreduces(one_rank: None) -> None:
     """It does so while its context is open, and not before."""
     ddp = _ddp_in_mode()
-    assert find_mode(ddp, KEEPING_BUCKETS) is None
+    assert find_mode(ddp, MODES_WITHOUT_REBUCKET) is None
     with ddp.join():
-        assert find_mode(ddp, KEEPING_BUCKETS) is find_mode(ddp, KEEPING_ALLREDUCE) is DDPMode.JOIN
+        for modes in (MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM):
+            assert find_mode(ddp, modes) is DDPMode.JOIN
