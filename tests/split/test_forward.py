@@ -146,6 +146,18 @@ def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
     _assert_same(stitched, capture)
 
 
+def test_what_is_copied_of_a_tensor_is_copied_behind_writes_to_the_tensor() -> None:
+    """Elements of a tuple are taken right where it is made, and elements of a tensor are not."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x @ p[0]
+        y.add_(1)
+        return y[[0, 1]]
+
+    capture = _capture(forward_of(forward, (4, 4)), torch.randn(4, 4))
+    _assert_same(copy_for_cutting(capture.gm), capture)
+
+
 def test_dynamos_graph_is_left_as_it_is() -> None:
     """Dynamo goes on using it."""
     capture = _capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))

@@ -223,7 +223,7 @@ def _use_instead(
 
     `copied` is the clone or detach of `value`, which goes on using that.
     """
-    copied.meta = {**value.meta, IS_COPY: True}  # the proof sees through such a call
+    copied.meta = {**value.meta, IS_COPY: True}
     # The output is in no section, and comes behind all of them.
     value.replace_all_uses_with(
         copied,

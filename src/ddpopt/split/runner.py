@@ -137,12 +137,11 @@ class GraphRunner:
             module_state.recut_unless(self._cut_for)
         cut = self._cut_for_module(ddp, args)
         self.keep_for(ddp, cut)
-        if module_state.is_copy:
-            return
-        if self._is_for_copy:
-            self._is_for_copy = False  # this is the copy's original; the next module is another
-        else:
-            self._log(cut, ddp)
+        if not module_state.is_copy:
+            if not self._is_for_copy:
+                self._log(cut, ddp)
+            # If it was: this is the copy's original. The next module is another.
+            self._is_for_copy = False
 
     def keep_for(self, ddp: DistributedDataParallel, cut: Cut) -> None:
         """Note that the module runs this graph, and which cut the module has of it."""
