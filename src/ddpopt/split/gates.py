@@ -168,7 +168,7 @@ def first_section_as_backward(
         versions = _torch.versions(inputs[slot] for slot in watched)
         # The backward's inputs have the first slots, and what sections keep has those behind.
         run = Run([*inputs, *[None] * num_kept], dict(zip(watched, versions, strict=True)))
-        inputs.clear()
+        inputs.clear()  # the run alone holds them now, until a section drops them
         gradients: list[Any] = [None] * len(argument_of_output)
         for output, gradient in zip(gradient_outputs, section.run(run), strict=True):
             gradients[output] = gradient
@@ -208,7 +208,7 @@ class Gate(torch.autograd.Function):
         section: CompiledSection = ctx.section
         run: Run | None = getattr(handle, "ddpopt_run", None)
         # Without the handle this and later sections would give no gradients (splits.md, fault 14).
-        if handle is None or run is None or run.num_sections_begun != section.label.section:
+        if run is None or run.num_sections_begun != section.label.section:
             # The schedules that the message names run a stage's backward to its input
             # (`stage_backward_input`), and later the nodes on its way once more, with the gradients
             # that these got (`stage_backward_weight`). Sections that could run again would not

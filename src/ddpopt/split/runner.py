@@ -95,7 +95,10 @@ class GraphRunner:
 
     @property
     def used(self) -> tuple[ParameterIndex, ...]:
-        """The parameters that are arguments of the graph, whichever graph's backward ends them."""
+        """The parameters that the graph takes, whichever graph's backward ends their gradients.
+
+        The cut's `arrival` has only those whose gradients this graph's backward ends.
+        """
         return tuple(self._compiled.argument_of)
 
     def __call__(self, *args: Any) -> Any:
@@ -289,7 +292,8 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or not torch.is_grad_enabled():
             return gradient
-        # AOTAutograd saves no autograd history of the alias, which would let it find out itself.
+        # With create_graph=True. AOTAutograd refuses a double backward by itself, but not one that
+        # goes by the alias: it saves that without autograd history.
         return refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)[0]
 
 

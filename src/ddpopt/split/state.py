@@ -167,7 +167,7 @@ class DDPState:
             used = list(self._parameters_of(run))
             runner = self._runners[run.graph]()  # None if Dynamo has dropped it in this forward
             if run.parameters is None and runner is not None:
-                # The cut's `arrival` lacks the parameters whose gradients an earlier graph ends.
+                # `GraphRunner.used` has more than the cut's `arrival`.
                 used = [parameter_of[i] for i in runner.used if i in parameter_of]
             runs.append((cut, used))
         return runs
