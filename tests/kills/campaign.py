@@ -88,8 +88,16 @@ _TESTS_OF = {
         "tests/split/test_order.py",
     ),
     "steps/sections.py": ("tests/steps/test_sections.py", "tests/inspection/test_recorder.py"),
-    "split/graph.py": ("tests/split/test_graph.py", "tests/split/test_alike.py"),
-    "split/runner.py": ("tests/split/test_recomputation.py", "tests/split/test_runner.py"),
+    "split/graph.py": (
+        "tests/split/test_graph.py",
+        "tests/split/test_arrival.py",
+        "tests/split/test_alike.py",
+    ),
+    "split/runner.py": (
+        "tests/split/test_recomputation.py",
+        "tests/split/test_runner.py",
+        "tests/split/test_guesses.py",  # delayed parameters
+    ),
     "split/proof.py": (
         "tests/split/test_proof.py",
         "tests/split/test_releases.py",

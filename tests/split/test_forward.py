@@ -27,6 +27,7 @@ from tests.support.beside import Beside, compiled
 from tests.support.cuts import only_cut
 from tests.support.graphs import Capture, forward_of
 from tests.support.models import MLP, assert_equal_states, batches, state_of, twins
+from tests.system.fuzzing.subclasses import pair, unpair
 
 CAP = {"bucket_cap_mb": 0.03}
 
@@ -143,6 +144,18 @@ def test_copies_of_both_kinds_at_one_boundary_stand_in_their_sections() -> None:
     kinds = [str(node.target) for part in stitched.children() for node in call_nodes(part.graph)]
     assert kinds.index("detach") < kinds.index("clone")
     _assert_same(stitched, capture)
+
+
+def test_what_is_copied_of_a_tensor_is_copied_behind_writes_to_the_tensor() -> None:
+    """Elements of a tuple are taken right where it is made, and elements of a tensor are not."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x @ p[0]
+        y.add_(1)
+        return y[[0, 1]]
+
+    capture = _capture(forward_of(forward, (4, 4)), torch.randn(4, 4))
+    _assert_same(copy_for_cutting(capture.gm), capture)
 
 
 def test_dynamos_graph_is_left_as_it_is() -> None:
@@ -405,3 +418,34 @@ def test_a_function_that_dynamo_does_not_look_into_is_called_in_its_section(one_
     beside.train(batches(0, [(4, 64)] * 3))
     assert beside.cut.fallback is None
     assert len(beside.cut.sections) > 2
+
+
+def test_sections_get_tensors_that_are_attributes_as_arguments() -> None:
+    """So they are in torch 2.11 with inline_inbuilt_nn_modules off; no section has its own."""
+    gm = torch.fx.symbolic_trace(forward_of(lambda p, x: (x @ p[0]).relu() @ p[0], (4, 4)))
+    stitched = make_stitched_graph(copy_for_cutting(gm), [_section(0, 0, 2), _section(1, 2, 3)])
+    sections = [stitched.get_submodule(f"submod_{k}") for k in range(2)]
+    assert [list(section.parameters()) for section in sections] == [[], []]
+    x = torch.randn(4, 4)
+    assert torch.equal(stitched(x), gm(x))
+
+
+class _InParts(MLP):
+    """Returns a tensor that consists of two, then one, and a view of that one."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = super().forward(x)
+        plain = x[:, :6] * 2
+        return pair(x * 2, x * 3), plain, plain.view(-1, 2, 2)
+
+
+def test_a_composite_tensor_may_be_returned_beside_plain_ones(one_rank: None) -> None:
+    """Compiled code returns its parts, so a view would be made of one in place of the plain one."""
+
+    def loss_of(output: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        one, other = unpair(output[0])
+        return (one * other).mean() + output[1].pow(2).mean() + output[2].pow(2).mean()
+
+    beside = Beside(_InParts(3), ddp_options=CAP, loss_of=loss_of, split="forward")
+    beside.step(torch.randn(4, 64))
+    assert len(beside.cut.sections) > 1

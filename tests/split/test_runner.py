@@ -539,7 +539,7 @@ def test_who_never_leaves_no_sync_runs_the_compiled_graph(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP sees the planned order in the first step that communicates, and only there."""
-    monkeypatch.setattr(runner, "_MOST_UNSEEN", 5)
+    monkeypatch.setattr(runner, "_MOST_UNSYNCED_RUNS", 5)
     ddp = DistributedDataParallel(MLP(), **CAP)
     model = compiled(ddp)
     ordered = []

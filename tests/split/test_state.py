@@ -16,9 +16,9 @@ from ddpopt.errors import DDPMode
 from ddpopt.split import state
 from ddpopt.split.phases import Goal, Origin
 from ddpopt.split.state import (
-    KEEPING_ALLREDUCE,
-    KEEPING_BUCKETS,
-    KEEPING_FROM_REHEARSAL,
+    MODES_WITHOUT_ALGORITHM,
+    MODES_WITHOUT_REBUCKET,
+    MODES_WITHOUT_REHEARSAL,
     find_mode,
 )
 from tests.support.beside import compiled
@@ -107,6 +107,14 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
     assert not known.has_planned_buckets
 
 
+def test_a_copy_stays_one_at_a_reset(one_rank: None) -> None:
+    """One rank alone may reset, and ranks act otherwise on a copy than on what users train."""
+    original, copied = state.get(_ddp()), state.get(_ddp())
+    copied.become_copy_of(original)
+    state.forget_all()
+    assert [original.is_copy, copied.is_copy] == [False, True]
+
+
 class _Scaled(MLP):
     """Scales its input in a graph of its own, which has no parameters."""
 
@@ -180,13 +188,14 @@ DDP_IN_MODE = {
 def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
     """It is not found by anything else."""
     ddp = DDP_IN_MODE[mode]()
-    for modes in (KEEPING_BUCKETS, KEEPING_ALLREDUCE, KEEPING_FROM_REHEARSAL):
+    for modes in (MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM, MODES_WITHOUT_REHEARSAL):
         assert find_mode(ddp, modes) is (mode if mode in modes else None)
 
 
 def test_an_open_join_keeps_buckets_and_allreduces(one_rank: None) -> None:
     """It does so while its context is open, and not before."""
     ddp = _ddp_in_mode()
-    assert find_mode(ddp, KEEPING_BUCKETS) is None
+    assert find_mode(ddp, MODES_WITHOUT_REBUCKET) is None
     with ddp.join():
-        assert find_mode(ddp, KEEPING_BUCKETS) is find_mode(ddp, KEEPING_ALLREDUCE) is DDPMode.JOIN
+        for modes in (MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM):
+            assert find_mode(ddp, modes) is DDPMode.JOIN

@@ -22,7 +22,7 @@ from ddpopt.algorithms.value_text import text_of
 from ddpopt.errors import AttachError, OptionError, PeerError
 from ddpopt.ranks.agree import Fact, communicating, require_equal
 from ddpopt.ranks.store import name_ranks
-from ddpopt.split.state import KEEPING_ALLREDUCE, ddp_of, find_mode
+from ddpopt.split.state import MODES_WITHOUT_ALGORITHM, ddp_of, find_mode
 
 HandleT = TypeVar("HandleT", bound=Handle)
 
@@ -117,7 +117,7 @@ def _check(training: Training, algorithm: Any) -> None:
             "Decentralized()"
         )
     _check_is_free(training.ddp)
-    mode = find_mode(training.ddp, KEEPING_ALLREDUCE)
+    mode = find_mode(training.ddp, MODES_WITHOUT_ALGORITHM)
     if mode is not None:
         raise OptionError(f"no algorithm can be attached to this DDP module: {mode.value}")
     _check_is_alone(training)

@@ -34,7 +34,7 @@ from ddpopt.planning.randomness import same_randomness, states_on_devices
 from ddpopt.ranks.meetings import monitored_block
 from ddpopt.ranks.store import why_no_meeting
 from ddpopt.split import state
-from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
+from ddpopt.split.state import MODES_WITHOUT_REHEARSAL, find_mode
 
 _WHAT = "the module in DistributedDataParallel"  # is copied
 
@@ -203,7 +203,7 @@ def copy_model(
             that cannot be rehearsed.
     """
     original = state.ddp_of(model)
-    mode = find_mode(original, KEEPING_FROM_REHEARSAL)
+    mode = find_mode(original, MODES_WITHOUT_REHEARSAL)
     if mode is not None:
         raise OptionError(f"a step of this DDP module cannot be rehearsed: {mode.value}")
     try:

@@ -16,7 +16,7 @@ from ddpopt.checks.verify import verify
 from ddpopt.errors import DisagreementError, TorchDriftError, VerificationError
 from ddpopt.planning.batch import Batch
 from ddpopt.split import state
-from ddpopt.split.state import KEEPING_FROM_REHEARSAL, find_mode
+from ddpopt.split.state import MODES_WITHOUT_REHEARSAL, find_mode
 
 # Whether a module was verified, or a line in the log said why not; each module is tried once.
 _is_settled: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
@@ -86,7 +86,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
         # The model may raise anything, the batch may be one that cannot be copied, the output may
         # give no loss.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        if find_mode(ddp, KEEPING_FROM_REHEARSAL) is not None:
+        if find_mode(ddp, MODES_WITHOUT_REHEARSAL) is not None:
             remedy = "train without that mode"  # for which the step was refused
         else:
             remedy = "call ddpopt.verify with a batch and a loss_fn for which it works"

@@ -196,7 +196,7 @@ class _Watch(Subscriber):
             return
         parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
         buckets = [[parameters[i] for i in bucket if i in parameters] for bucket in by_index]
-        departures = find_departures(known.runs, buckets)
+        departures = find_departures(known.runs_with_gradients, buckets)
         if departures.is_low:
             _are_told.set(ddp, True)
             _logs.warning("%s", departures)

@@ -26,7 +26,7 @@ from ddpopt.ranks.agree import Fact, require_equal
 from ddpopt.ranks.store import why_no_meeting
 from ddpopt.split import state
 from ddpopt.split.phases import Buckets, Origin
-from ddpopt.split.state import KEEPING_BUCKETS, find_mode
+from ddpopt.split.state import MODES_WITHOUT_REBUCKET, find_mode
 from ddpopt.steps.forwards import (
     Subscriber,
     Turn,
@@ -202,7 +202,7 @@ def _is_accumulating(ddp: DistributedDataParallel) -> bool:
 
 def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
     """Say why no plan can be applied to `ddp` as it is set up; "" if one can."""
-    mode = find_mode(ddp, KEEPING_BUCKETS)
+    mode = find_mode(ddp, MODES_WITHOUT_REBUCKET)
     if mode is not None:
         return f"this DDP module's buckets cannot be changed: {mode.value}"
     if why := why_no_meeting(ddp.process_group):

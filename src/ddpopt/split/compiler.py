@@ -208,7 +208,7 @@ def _make_runner(
         start=start,
         log=functools.partial(_log, options),
     )
-    runner.keep_for(ddp)
+    runner.keep_for(ddp, compiled.cut)
     _log(options, compiled.cut, ddp)
     return runner
 

@@ -37,7 +37,8 @@ Graphs = Mapping[str, fx.GraphModule]  # by name
 
 _LONGEST_NAME = 60  # of a folder
 
-# The folder of each compile, by Dynamo's graph, with which its entry ends.
+# The folder of each compile, by Dynamo's graph: what becomes of the graph may be written twice, as
+# where compiling a section fails, and the graph is compiled whole.
 _folders: weakref.WeakKeyDictionary[fx.GraphModule, Path] = weakref.WeakKeyDictionary()
 # Values of `dump_dir` where writing failed. For the life of the process: it says so once.
 _given_up: set[str] = set()
@@ -56,10 +57,12 @@ def show(  # what is shown
     sections: Graphs,
     stitched: fx.GraphModule | None = None,
 ) -> None:
-    """Show what became of Dynamo's graph `gm`: in the log, the structured trace, and files.
+    """Show how Dynamo's graph `gm` is cut: in the log, the structured trace, and files.
 
-    `wholes` are the graphs that were cut, and `stitched` calls the sections of a cut forward.
+    `wholes` has `gm`, and the traced backward if that is cut; `stitched` calls the sections of a
+    cut forward.
     """
+    # In the trace, sections have the names that the in-tree DDPOptimizer gives its submodules.
     for name, section in sections.items():
         code = functools.partial(_code, section)
         _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)
@@ -73,23 +76,26 @@ def show(  # what is shown
 
 
 def write(gm: fx.GraphModule, cut: Cut, text: MakeText, graphs: Graphs) -> None:
-    """Write a cut and graphs to the folder of the compile that Dynamo made `gm` for."""
+    """Write a cut and graphs to the folder of the compile that Dynamo made `gm` for.
+
+    Called by `show`, and for graphs that stay whole.
+    """
     dump_dir = config.dump_dir
     if not dump_dir or dump_dir in _given_up:
         return
     try:
         folder = _folder_of(gm)
         content = dataclasses.asdict(cut)
-        made = text()
-        content["crossings"] = [dataclasses.asdict(crossing) for crossing in made.crossings]
-        name_of_reason = operator.attrgetter("name")
+        graph_text = text()
+        content["crossings"] = [dataclasses.asdict(crossing) for crossing in graph_text.crossings]
+        name_of_reason = operator.attrgetter("name")  # for what JSON does not have: a `Reason`
         (folder / "cut.json").write_text(
             json.dumps(content, indent=1, default=name_of_reason) + "\n"
         )
         for name, graph in graphs.items():
             code = _code(graph)
             (folder / f"{name}.py").write_text(code, encoding="utf-8", errors="backslashreplace")
-        write_graphml(cut, made, folder / "cut.graphml")
+        write_graphml(cut, graph_text, folder / "cut.graphml")
     except Exception as error:
         # A full disk, a folder that may not be written to, a graph that cannot be printed: whatever
         # it is, a dump is not worth a training run.
@@ -107,6 +113,7 @@ def _code(graph: fx.GraphModule) -> str:
 
 
 def _folder_of(gm: fx.GraphModule) -> Path:
+    """The folder of the compile that Dynamo made `gm` for; it is made at the first call."""
     if gm not in _folders:
         of_process = _process_folder(config.dump_dir, os.getpid())
         _folders[gm] = new_folder(of_process, _plain(_torch.graph_name(gm)))
@@ -122,7 +129,8 @@ def _plain(name: str) -> str:
 def _process_folder(dump_dir: str, process_id: int) -> Path:
     """Make, once, the folder of this process.
 
-    `process_id` is a part of the cache's key: a fork makes a folder of its own.
+    `process_id` is a part of the cache's key: a fork makes a folder of its own. A process without a
+    process group has its rank from the environment, in which anything may stand.
     """
     parent = Path(dump_dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +145,9 @@ def find_crossings(
 ) -> tuple[Crossing, ...]:
     """The values that sections hand to later ones.
 
-    Between sections a value has a key. `made` has the outputs of each section by their keys, as
-    text and with their bytes, and `taken` the keys of its inputs.
+    Between sections a value has a key: its slot in a backward, its name in a stitched forward.
+    `made` has the outputs of each section by their keys, as text and with their bytes, and `taken`
+    the keys of its inputs, among which may be inputs of the graph.
     """
     readers: dict[Any, list[SectionIndex]] = {}
     for section, keys in numbered(SectionIndex, taken):
@@ -147,7 +156,7 @@ def find_crossings(
     crossings = []
     for section, outputs in numbered(SectionIndex, made):
         for key, (value, num_bytes) in outputs.items():
-            if key in readers:
+            if key in readers:  # else the graph returns it, and no section takes it
                 crossing = Crossing(
                     value=value,
                     num_bytes=num_bytes,
@@ -163,7 +172,7 @@ def shown_bytes(node: fx.Node) -> int:
     try:
         return num_bytes_of(_torch.traced_value(node))
     except TorchDriftError:
-        raise
+        raise  # it is the reason for which the graph stays whole
     except Exception:
         # Raised by somebody's tensor subclass. What is shown is not worth a training run.
         return 0
@@ -176,9 +185,10 @@ def graph_of_cuts(
 ) -> networkx.DiGraph:
     """Sections and buckets as nodes, and what goes from one to another as edges.
 
-    `texts` has each graph's text by the graph's name, `buckets` each bucket's parameters and its
-    further attributes. `Explanation.to_networkx` says which attributes there are; all are text or
-    numbers, as GraphML needs them.
+    Nodes are called `4/0 section 2`, or `4/0` where a graph is whole, and `bucket 1`. `texts` has
+    each graph's text by the graph's name, `buckets` each bucket's parameters and its further
+    attributes. `Explanation.to_networkx` says which attributes there are; all are text or numbers,
+    as GraphML needs them.
     """
     import networkx  # noqa: PLC0415  # torch brings it along, and importing it takes a while
 
@@ -202,7 +212,7 @@ def graph_of_cuts(
                 parameters=", ".join(section.parameters),
             )
             for name in section.parameters:
-                if name in bucket_of:
+                if name in bucket_of:  # else its bucket is not known
                     carried = edges.setdefault((node, bucket_of[name]), {})
                     carried[name] = num_bytes[name]
         for crossing in texts[cut.graph].crossings if cut.graph in texts else ():

@@ -12,8 +12,7 @@ tuple, as AOTAutograd needs it, and gets Dynamo's metadata of its nodes. A value
 section writes to is cloned for it, and a value to which later sections pass back no gradient is
 detached.
 
-Dynamo keeps using its graph, so all of this is done to a copy, see `copy_for_cutting`. The cut of a
-backward begins with such a copy as well.
+Dynamo keeps using its graph, so all of this is done to a copy, see `copy_for_cutting`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from ddpopt._indices import SectionIndex
 from ddpopt.split.cut import Section
 from ddpopt.split.nodes import (
     IS_COPY,
+    attribute_of,
     call_nodes,
     find_overwritten,
     is_composite,
@@ -50,7 +50,7 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def copy_for_cutting(gm: fx.GraphModule) -> fx.GraphModule:
     """An equal graph in which as little as possible stands in the way of a boundary.
 
-    It shares parameters and submodules with the given one.
+    It shares parameters and submodules with the given one. Both splits begin with such a copy.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, val_map={}))
@@ -91,13 +91,13 @@ def _compute_again_for_each_user(node: fx.Node) -> None:
     value = _torch.dynamo_value(node)
     if node.op == "placeholder" or not isinstance(value, torch.SymFloat | torch.SymBool):
         return
-    # A float argument comes as a tensor, `item` of which is read.
+    # Any placeholder can cross: a float argument comes as a tensor, `item` of which is read.
     sources = [n for n in node.all_input_nodes if n.op != "placeholder"]
     are_numbers = all(isinstance(_torch.dynamo_value(n), _SYMBOLS) for n in sources)
     if not are_numbers or not is_pure(node):
         return
     for user in list(node.users):
-        if user.op != "output":
+        if user.op != "output":  # a number that the graph returns keeps this call
             with node.graph.inserting_before(user):
                 user.replace_input_with(node, node.graph.node_copy(node, lambda n: n))
     if not node.users:
@@ -105,9 +105,13 @@ def _compute_again_for_each_user(node: fx.Node) -> None:
 
 
 def _move_next_to_producer(node: fx.Node, producer: fx.Node) -> None:
-    """Take a tuple apart right where it is made: it cannot cross, but its elements can."""
+    """Take a tuple apart right where it is made: it cannot cross, but its elements can.
+
+    `node` is an indexing of `producer`, which may also make a tensor: then nothing is done.
+    """
     takes_tuple_apart = isinstance(_torch.dynamo_value(producer), tuple | list)
-    if not takes_tuple_apart or isinstance(node.args[1], fx.Node):
+    is_index_computed = isinstance(node.args[1], fx.Node)  # by a call that may come later
+    if not takes_tuple_apart or is_index_computed:
         return
     # Behind the elements that stand there already, so that elements keep their order.
     last = producer
@@ -131,8 +135,8 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     for section in sections:
         section_of.update(dict.fromkeys(calls[section.start : section.stop], section.index))
     # A section writes to a copy of what an earlier section made, and may have saved for its own
-    # backward; see `find_overwritten`. From the last write to the first, so that each section
-    # copies what the one before it has made.
+    # backward; see `find_overwritten`. From the last section to the first, so that a later clone
+    # comes to copy the one to which the section before it has written.
     bounds = [*(section.start for section in sections), len(calls)]
     overwritten = find_overwritten(gm.graph, bounds)
     for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):
@@ -151,8 +155,8 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
         last_of[made_in] = detached
         section_of[detached] = made_in
         _use_instead(detached, value, section_of, first=made_in + 1)
-    # Attributes that are no tensor: split_module can pass them to sections, but no compiler takes
-    # them, so sections are then made to read them themselves.
+    # split_module has sections read modules themselves, and passes all other attributes to them.
+    # No compiler takes an object that is no tensor, so sections are made to read that too.
     objects = _find_objects(gm)
     for node in objects:
         # split_module looks for symbolic sizes in the values that cross, and knows only some types.
@@ -170,17 +174,16 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
 
 
 def _find_objects(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that read an attribute of the graph which is no tensor, number or module.
+    """The nodes that read an attribute of the graph which is neither a tensor nor a module.
 
     A call of a function under `torch._dynamo.nonstrict_trace` has two such arguments, the function
     and the structure of its arguments, beside the tensors in that structure.
     """
-    objects = []
-    for node in gm.graph.find_nodes(op="get_attr"):
-        value = _torch.dynamo_value(node)
-        if value is not None and not isinstance(value, (torch.Tensor, int, float, *_SYMBOLS)):
-            objects.append(node)
-    return objects
+    return [
+        node
+        for node in gm.graph.find_nodes(op="get_attr")
+        if not isinstance(attribute_of(gm, node), torch.Tensor | torch.nn.Module)
+    ]
 
 
 def _have_as_attributes(
@@ -188,26 +191,27 @@ def _have_as_attributes(
 ) -> None:
     """Make a section read attributes of these names itself, in place of taking them as arguments.
 
-    split_module passes them on, and a compiler takes nothing but tensors and numbers.
+    `call` is the section's call in the stitched graph.
     """
     graph = section_graph.graph
     kept = []
-    taken: list[tuple[fx.Node, fx.Node]] = []
+    # Each such argument of the section, behind its placeholder.
+    read: list[tuple[fx.Node, fx.Node]] = []
     for placeholder, argument in zip(graph.find_nodes(op="placeholder"), call.args, strict=True):
         assert isinstance(argument, fx.Node)
         if argument.op == "get_attr" and argument.target in targets:
-            taken.append((placeholder, argument))
+            read.append((placeholder, argument))
         else:
             kept.append(argument)
     call.args = tuple(kept)
-    for placeholder, argument in taken:
+    for placeholder, argument in read:
         name = str(argument.target)
         setattr(section_graph, name, getattr(stitched, name))
         with graph.inserting_before(call_nodes(graph)[0]):
             attribute = graph.create_node("get_attr", name)  # get_attr() warns of such objects
         placeholder.replace_all_uses_with(attribute)
         graph.erase_node(placeholder)
-        if not argument.users:
+        if not argument.users:  # no section that is yet to be changed takes it
             stitched.graph.erase_node(argument)
     section_graph.recompile()
 
@@ -215,7 +219,10 @@ def _have_as_attributes(
 def _use_instead(
     copied: fx.Node, value: fx.Node, section_of: Mapping[fx.Node, SectionIndex], first: int
 ) -> None:
-    """Make section `first` and all later ones, and the output, use `copied` in place of `value`."""
+    """Make section `first` and all later ones, and the output, use `copied` in place of `value`.
+
+    `copied` is the clone or detach of `value`, which goes on using that.
+    """
     copied.meta = {**value.meta, IS_COPY: True}
     # The output is in no section, and comes behind all of them.
     value.replace_all_uses_with(
@@ -260,7 +267,10 @@ def find_passing_gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
-    """Make a section that returns a single bare value return a tuple, as AOTAutograd requires."""
+    """Make a section that returns a single bare value return a tuple, as AOTAutograd requires.
+
+    `call`, the section's call in the stitched graph, is the tuple then; its users get the value.
+    """
     (output,) = section_graph.graph.find_nodes(op="output")
     if isinstance(output.args[0], tuple):
         return
@@ -298,7 +308,10 @@ def compile_forward_sections(
 
 
 class _CompilingSections(fx.Interpreter):
-    """Runs the stitched graph on fake tensors, and compiles each section on reaching it."""
+    """Runs the stitched graph on fake tensors, and compiles each section on reaching it.
+
+    The compiled sections, by the names of their submodules, are in `compiled`.
+    """
 
     def __init__(
         self, stitched: fx.GraphModule, inner: _torch.CompilerFn, fake_mode: Any, graph: str
@@ -313,12 +326,14 @@ class _CompilingSections(fx.Interpreter):
         self._compiler = SectionCompiler(graph, self._num_sections)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A fake tensor for a real one that is an attribute of the graph, as for inputs."""
         return _torch.to_fake(super().get_attr(target, args, kwargs), self._fake_mode)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Compile the section that this call runs; return the fake values that it returns."""
         section = self.fetch_attr(target)
         index = len(self.compiled)
+        # For AOTAutograd: this section's float symbols alone, and a place for its graph's metadata.
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
         with hidden_floats, _torch.section_tracing() as call_first:
             compiled = self._compiler.compile(
@@ -327,6 +342,7 @@ class _CompilingSections(fx.Interpreter):
                 lambda: self._inner(section, list(args)),
             )
             self.compiled[target] = report_runs(compiled, Label(self._graph, index))
+            # Compiled code returns the parts of a composite tensor, and so more than the section.
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)

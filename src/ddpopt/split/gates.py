@@ -51,7 +51,8 @@ class Run:
     """The values of one backward by slot, see `Flow`.
 
     `versions` says of each slot that a section watches how often its tensor had been written to
-    when the backward began. All sections run in `context`, the one in which the first section runs.
+    when the backward began. `num_sections_begun` counts a section that raised too: it does not run
+    again. All sections run in `context`, the one in which the first section runs.
     AOTAutograd runs its backward in the context of whoever called `backward()`, so that settings of
     torch that are context variables hold in the backward. In autograd's thread for its device a
     gate would find other settings.
@@ -64,6 +65,10 @@ class Run:
 
 
 def new_token(device: torch.device) -> torch.Tensor:
+    """The token that a forward begins with; at compile time, an example of one.
+
+    It requires grad, as what gates return does: AOTAutograd has to give it a gradient, the handle.
+    """
     # Not left uninitialised: `nan_asserts` look at it, and deterministic algorithms fill it.
     return torch.zeros(1, device=device, dtype=TOKEN_DTYPE, requires_grad=True)
 
@@ -106,7 +111,7 @@ class CompiledSection:
         else:
             returned = self.call(values)
         num_kept = len(self.flow.keeps)
-        for slot, value in zip(self.flow.keeps, returned, strict=False):
+        for slot, value in zip(self.flow.keeps, returned[:num_kept], strict=True):
             run.values[slot] = value
         return [_in_own_memory(gradient) for gradient in returned[num_kept:]]
 
@@ -150,8 +155,9 @@ def first_section_as_backward(
 ) -> Boxed:
     """A function for AOTAutograd to run as its backward: it begins a run, with the first section.
 
-    `argument_of_output` gives the argument to which each gradient that AOTAutograd expects belongs;
-    `num_kept` is how many values all sections keep, and `watched` are the slots that some watch.
+    `argument_of_output` gives the argument to which each gradient that AOTAutograd expects belongs,
+    None for an output that is no gradient; `num_kept` is how many values all sections keep, and
+    `watched` are the slots that some watch.
     """
     output_of = {argument: output for output, argument in enumerate(argument_of_output)}
     gradient_outputs = [output_of[argument] for argument in section.flow.releases]
@@ -160,8 +166,9 @@ def first_section_as_backward(
     def backward(inputs: list[Any]) -> list[Any]:
         """Return what AOTAutograd expects, None for gradients that later sections make."""
         versions = _torch.versions(inputs[slot] for slot in watched)
+        # The backward's inputs have the first slots, and what sections keep has those behind.
         run = Run([*inputs, *[None] * num_kept], dict(zip(watched, versions, strict=True)))
-        inputs.clear()
+        inputs.clear()  # the run alone holds them now, until a section drops them
         gradients: list[Any] = [None] * len(argument_of_output)
         for output, gradient in zip(gradient_outputs, section.run(run), strict=True):
             gradients[output] = gradient
@@ -194,11 +201,14 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the section, release its gradients, and pass on the run."""
+        """Run the section, release its gradients, and pass on the run by its handle.
+
+        The last section's gate passes nothing on, see `GatedGraph`.
+        """
         section: CompiledSection = ctx.section
         run: Run | None = getattr(handle, "ddpopt_run", None)
         # Without the handle this and later sections would give no gradients (splits.md, fault 14).
-        if handle is None or run is None or run.num_sections_begun != section.label.section:
+        if run is None or run.num_sections_begun != section.label.section:
             # The schedules that the message names run a stage's backward to its input
             # (`stage_backward_input`), and later the nodes on its way once more, with the gradients
             # that these got (`stage_backward_weight`). Sections that could run again would not
@@ -221,7 +231,9 @@ class Gate(torch.autograd.Function):
         return (None, None, None if ctx.is_last else handle, *gradients)
 
 
-class _Once(torch.autograd.Function):
+class _NoDoubleBackward(torch.autograd.Function):
+    """See `refuse_double_backward`."""
+
     @staticmethod
     def forward(_ctx: Any, make: Callable[[], Sequence[Any]], *_sources: torch.Tensor) -> Any:
         # A section may return a gradient that the program passed in, with the autograd history that
@@ -243,7 +255,7 @@ _gate = getattr(super(torch.autograd.Function, Gate), "apply", Gate.apply)
 # `(make, *sources)`: returns the gradients that `make` returns, so that differentiating them
 # raises, as with AOTAutograd's. It raises when autograd is asked for gradients of `sources`, or of
 # tensors from which these were computed.
-refuse_double_backward: Callable[..., Sequence[torch.Tensor | None]] = _Once.apply
+refuse_double_backward: Callable[..., Sequence[torch.Tensor | None]] = _NoDoubleBackward.apply
 
 
 class GatedGraph:
@@ -261,8 +273,9 @@ class GatedGraph:
     ) -> None:
         """Put gates around a compiled forward, one for each of the `further` backward sections.
 
-        The gate of the last section takes the token that the forward begins with, a leaf, in whose
-        `grad` autograd would keep a handle: so that gate passes none on.
+        There are none if the backward stays whole. The gate of the last section takes the token
+        that the forward begins with, a leaf, in whose `grad` autograd would keep a handle: so that
+        gate passes none on.
         """
         self._compiled = compiled
         # The gates are in reverse order of sections: each takes the token of the section after it.

@@ -140,7 +140,7 @@ def read_graph(
     module_path = module_path_of(path_of_input)  # of the module whose forward Dynamo traced
     is_of_root = _torch.is_whole_forward(module_path)
     others = OthersArrive.for_graph(
-        begins_forward=not (ddp_state.has_begun_forward or _torch.follows_graph_break()),
+        begins_forward=not (ddp_state.may_have_begun_forward or _torch.follows_graph_break()),
         ends_forward=is_of_root and not _torch.ends_in_graph_break(gm),
         may_be_unused=ddp.static_graph,
     )

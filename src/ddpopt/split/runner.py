@@ -28,7 +28,7 @@ CompiledCall = Callable[..., Any]
 StartOnModule = Callable[[DistributedDataParallel], None]
 
 _MOST_QUESTIONS = 20  # DDP's log has its buckets a step after it has formed them
-_MOST_UNSEEN = 100  # graphs run under no_sync after which no sum of gradients is expected
+_MOST_UNSYNCED_RUNS = 100  # graphs run under no_sync after which no sum of gradients is expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,8 @@ class GraphRunner:
 
         Args:
             compiled: what is run.
-            arrives_last: parameters whose gradients have to arrive last in every step.
+            arrives_last: parameters whose gradients have to arrive last in every step; the graph
+                need not use them.
             cut_for: the buckets for which the graph was cut.
             is_for_copy: a check compiled the graph for a copy of a module, and has logged the cut:
                 it is not logged again when the original module runs the graph.
@@ -73,20 +74,20 @@ class GraphRunner:
             log: called with the cut and each of these modules.
         """
         argument_of = compiled.argument_of
+        last_arguments = [argument_of[index] for index in arrives_last if index in argument_of]
+        # Without the parameters that the graph has as attributes: their gradients cannot be held
+        # back.
         arrival = [parameter.index for parameter in compiled.cut.arrival]
+        arguments_in_arrival = [argument_of[index] for index in arrival if index in argument_of]
         self._compiled = compiled
-        self._call = _with_arrival_order(
-            compiled.call, [argument_of[index] for index in arrives_last if index in argument_of]
-        )
+        self._call = _with_arrival_order(compiled.call, last_arguments)
         # Called until the Reducer has its final buckets, which it forms from the order of arrival.
-        self._ordered_call = _with_arrival_order(
-            self._call, [argument_of[index] for index in arrival if index in argument_of]
-        )
-        # The arguments that are parameters, in arrival order, if modules share the graph: only a
-        # call's arguments tell which module's parameters they are, see `DDPState.note_run`.
+        self._ordered_call = _with_arrival_order(self._call, arguments_in_arrival)
+        # Only if submodules share the graph: then a call's arguments alone tell whose parameters
+        # it uses, see `DDPState.note_run`.
         self._shared_parameters: list[Argument] | None = None
         if compiled.cut.is_shared:
-            self._shared_parameters = [argument_of[i] for i in arrival if i in argument_of]
+            self._shared_parameters = arguments_in_arrival
         self._cut_for = cut_for
         self._is_for_copy = is_for_copy
         self._start = start
@@ -94,27 +95,34 @@ class GraphRunner:
 
     @property
     def used(self) -> tuple[ParameterIndex, ...]:
-        """The parameters that the graph uses; those too that another graph uses first."""
+        """The parameters that the graph takes, whichever graph's backward ends their gradients.
+
+        The cut's `arrival` has only those whose gradients this graph's backward ends.
+        """
         return tuple(self._compiled.argument_of)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph for the module whose forward is going on."""
         ddp = _torch.active_ddp()
-        if ddp is None:  # a checkpoint's recomputation, in backward
+        if ddp is None:
+            # A checkpoint's recomputation, in backward. Whose it is, and so whether that module
+            # still needs gradients in an order, is not known here.
             return self._call(*args)
         module_state = state.get(ddp)
+        is_compared = self in module_state.compared  # as in all but the first steps
+        if not is_compared and not module_state.is_run_by(self._compiled.cut.graph, self):
+            self._begin(ddp, module_state, args)
         parameters = None
         if self._shared_parameters is not None:
             parameters = tuple([args[argument] for argument in self._shared_parameters])
         module_state.note_run(self._compiled.cut.graph, parameters)
-        if self in module_state.compared:  # as in all but the first steps
+        if is_compared:
             return self._call(*args)
-        if not module_state.is_run_by(self._compiled.cut.graph, self):
-            self._begin(ddp, module_state, args)
         # DDP will form its buckets from the order in which the gradients of this step arrive.
-        # It may see those of a forward under no_sync too, as where two forwards have one loss.
-        if _torch.will_rebuild_buckets(ddp) and _ddp_may_see_order(ddp):
-            return self._ordered_call(*args)
+        if _torch.will_rebuild_buckets(ddp):
+            num_unsynced_runs = _count_unsynced_runs(ddp, module_state)
+            if num_unsynced_runs <= _MOST_UNSYNCED_RUNS:
+                return self._ordered_call(*args)
         if compare_buckets(ddp):
             module_state.compared.add(self)
         return self._call(*args)
@@ -127,7 +135,7 @@ class GraphRunner:
             try:
                 self._start(ddp)
             except TorchDriftError as error:
-                # Compiling would have gone on without it too.
+                # A name of torch's is missing. That costs other buckets or a hint, no training.
                 _logs.warning("buckets stay as they are: %s", error)
             module_state.recut_unless(self._cut_for)
         cut = self._cut_for_module(ddp, args)
@@ -135,11 +143,12 @@ class GraphRunner:
         if not module_state.is_copy:
             if not self._is_for_copy:
                 self._log(cut, ddp)
+            # If it was: this is the copy's original. The next module is another.
             self._is_for_copy = False
 
-    def keep_for(self, ddp: DistributedDataParallel, cut: Cut | None = None) -> None:
-        """Note that the module runs this graph, with its cut or another module's version of it."""
-        state.get(ddp).keep(cut or self._compiled.cut, self._compiled.text, self)
+    def keep_for(self, ddp: DistributedDataParallel, cut: Cut) -> None:
+        """Note that the module runs this graph, and which cut the module has of it."""
+        state.get(ddp).keep(cut, self._compiled.text, self)
 
     def _cut_for_module(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> Cut:
         """The cut with the parameters of a DDP module that runs code compiled for another module.
@@ -149,38 +158,40 @@ class GraphRunner:
         """
         cut, reduced = self._compiled.cut, _torch.reducer_parameters(ddp)
         cut_parameters = {parameter for bucket in cut.buckets for parameter in bucket.parameters}
+        # A cut without buckets names no parameters; one of an equal module, as of a copy, has the
+        # same names.
         if not cut_parameters or cut_parameters == set(reduced.values()):
             return cut
         parameter_of = {}
         for parameter in cut.arrival:
             if parameter.index in self._compiled.argument_of:
-                argument = args[self._compiled.argument_of[parameter.index]]
-                if argument in reduced:
-                    parameter_of[parameter.name] = reduced[argument]
+                tensor = args[self._compiled.argument_of[parameter.index]]
+                if tensor in reduced:  # not if this module has it frozen, or has DDP ignore it
+                    parameter_of[parameter.name] = reduced[tensor]
         buckets = predict_buckets(list(parameter_of.values()), state.get(ddp).rules)
         return cut.with_parameters(parameter_of).with_buckets(buckets)
 
 
-def _ddp_may_see_order(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP may see in which order the gradients of this forward arrive.
+def _count_unsynced_runs(ddp: DistributedDataParallel, module_state: state.DDPState) -> int:
+    """Count this run of a graph; return how many have run under no_sync since one that was not.
 
     DDP sees the gradients of each backward that runs between a forward that communicates and the
     end of its allreduces. This may be a backward of a forward under no_sync, as where two forwards
-    have one loss. So a module's gradients are taken to be unseen only if its forwards go on and on
-    under no_sync.
+    have one loss. So DDP is taken not to see in which order a module's gradients arrive only if
+    forwards go on and on under no_sync.
     """
-    module_state = state.get(ddp)
     if _torch.syncs_gradients(ddp):
-        module_state.num_unseen = 0
+        module_state.num_unsynced_runs = 0
     else:
-        module_state.num_unseen += 1
-    return module_state.num_unseen <= _MOST_UNSEEN
+        module_state.num_unsynced_runs += 1
+    return module_state.num_unsynced_runs
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
-    """Compare DDP's final buckets with those predicted, once; False until DDP reports them.
+    """Compare the buckets that DDP reports with those of the module's cuts, once a Reducer.
 
-    It warns of the first parameter in another bucket: from there on allreduces start late.
+    It warns of the first parameter in another bucket: from there on allreduces start late. Returns
+    False as long as the report is awaited, True once there is nothing to compare any more.
     """
     module_state = state.get(ddp)
     if module_state.answer is not Answer.AWAITED:
@@ -196,8 +207,10 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     if module_state.reported_buckets is None:
         return num_questions >= _MOST_QUESTIONS
     for cut in module_state.cuts:
+        if cut.is_shared:
+            continue  # it lists buckets of its graph alone, which no Reducer has
         misplaced = find_misplaced(cut.arrival, cut.buckets, module_state.reported_buckets)
-        if misplaced is not None and not cut.is_shared:
+        if misplaced is not None:
             _logs.warning(
                 "DDP formed other buckets than planned: %s of graph %s is in bucket %d with others "
                 "than planned (bucket %d), so allreduces from there on may start late. %s",
@@ -207,18 +220,18 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
                 misplaced.planned,
                 _find_cause(module_state, cut),
             )
-            break
+            break  # parameters of other graphs in later buckets have moved with it
     return True
 
 
 def _find_cause(module_state: state.DDPState, cut: Cut) -> str:
     """Say why buckets are not as planned, as far as that is known, and what to do."""
     compiled = {p.index for other in module_state.cuts for p in other.arrival}
-    others = [p for bucket in cut.buckets for p in bucket.parameters if p.index not in compiled]
+    uncompiled = [p for bucket in cut.buckets for p in bucket.parameters if p.index not in compiled]
     actual = module_state.reported_buckets or ()
-    order = compare_order(cut.buckets, actual, {p.index for p in others})
+    order = compare_order(cut.buckets, actual, {p.index for p in uncompiled})
     if order is Order.OTHERS_MOVED:
-        names = shorten([parameter.name for parameter in others])
+        names = shorten([parameter.name for parameter in uncompiled])
         return (
             f"No compiled graph uses {names}, whose gradients did not arrive when they were "
             "expected: let the compiled forward use them, and not the loss, or layers that are "
@@ -226,6 +239,7 @@ def _find_cause(module_state: state.DDPState, cut: Cut) -> str:
         )
     if order is Order.EQUAL:
         return "The order of gradients is as planned; please report this, with ddpopt.explain(ddp)"
+    # All ranks have the buckets that rank 0's Reducer forms.
     return (
         "On rank 0, gradients of the first step arrived in another order. If that step ran "
         "eagerly, or took other branches than this rank's: compile before the first step, and let "
@@ -235,6 +249,8 @@ def _find_cause(module_state: state.DDPState, cut: Cut) -> str:
 
 def _with_arrival_order(call: CompiledCall, arguments: Sequence[Argument]) -> CompiledCall:
     """Make the gradients of these arguments arrive last, in the order given.
+
+    The arguments are parameters. Returns a function that calls `call` with an alias of each.
 
     A section returns all its gradients at once, and autograd accumulates them in an order of its
     own; the Reducer would rebuild its buckets from that order. An alias of each argument puts an
@@ -250,6 +266,7 @@ def _with_arrival_order(call: CompiledCall, arguments: Sequence[Argument]) -> Co
     def run(*args: Any) -> Any:
         values = list(args)
         for argument in last_to_first:
+            # Else it is an alias already: for `arrives_last` within the first steps' order.
             if isinstance(values[argument], torch.nn.Parameter):
                 values[argument] = _alias(values[argument])
         return call(*values)
@@ -266,7 +283,8 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)  # DDP leaves parameters without a gradient alone
-        # Not saved for backward: a checkpoint would count it, and miss it in the recomputation.
+        # Not by `save_for_backward`: a checkpoint would count it, and miss it in the recomputation,
+        # which makes no aliases.
         ctx.source = value
         return value.detach()
 
@@ -274,7 +292,8 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or not torch.is_grad_enabled():
             return gradient
-        # AOTAutograd saves no autograd history of the alias, which would let it find out itself.
+        # With create_graph=True. AOTAutograd refuses a double backward by itself, but not one that
+        # goes by the alias: it saves that without autograd history.
         return refuse_double_backward(lambda: (gradient.detach(),), gradient, ctx.source)[0]
 
 

@@ -33,8 +33,8 @@ class _GraphRun(NamedTuple):
     """A call of a compiled graph in a forward."""
 
     graph: str
-    # The parameters that it was given, in the order in which their gradients arrive, where several
-    # modules share the code: the cut has those of one. Else None.
+    # Where submodules share the graph's code: the tensors that this call was given for the cut's
+    # `arrival`, in that order; the cut itself has the parameters of one submodule. Else None.
     parameters: tuple[torch.Tensor, ...] | None
 
 
@@ -42,38 +42,41 @@ class DDPState:
     """What is known about one DDP module.
 
     Most of it depends on compiled code. `forget` clears that part when `torch._dynamo.reset()`
-    drops the code; what is set in the constructor stays, since one rank may call `reset` alone.
+    drops the code. `is_copy` stays: all ranks have to agree on it, and one may call `reset` alone.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp: Callable[[], DistributedDataParallel | None]
         self._ddp = weakref.ref(ddp, self._let_go)
-        self.is_copy = False  # made by a check, which has it run the original's code
+        self.is_copy = False  # whether a check made the module, to run the original's code
         self.forget()
 
     def forget(self) -> None:
         """Reset everything that depends on compiled code."""
-        # By the name of a graph: its cut, its text, and its runner, which Dynamo owns.
+        # By the name of a graph: its cut, its text, and its `GraphRunner`, which Dynamo owns.
         self._cuts: dict[str, Cut] = {}
         self._texts: dict[str, MakeText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
-        self.code: list[Any] = []  # what Dynamo compiled, as `_torch.forget_code` takes it
-        # The graphs that have run in the present forward; None between forwards, and where nobody
-        # reports forwards. A list would keep tensors alive, so it ends with the forward.
+        # Dynamo's entries for what it compiled for the module. `backend` adds them, with the guard
+        # on `rules`; `_forget_code` gives them up.
+        self.code: list[Any] = []
+        # The graphs that have run in the present forward, each of which has a cut; None between
+        # forwards, and where nobody reports forwards. A list would keep tensors alive, so it ends
+        # with the forward.
         self._runs: list[_GraphRun] | None = [] if are_reported() else None
         # The names of the graphs that ran in the last forward with gradients, in that order.
         self._last_runs: tuple[str, ...] = ()
-        self._rules: ReducerRules | None = None
+        self._rules: ReducerRules | None = None  # as `rules` returned them last
         self._reducer = ReducerBuckets()
         self._cut_goal = CutGoal()
         # How many graphs have run under no_sync since the last one outside of it; counted until
         # the buckets are final.
-        self.num_unseen = 0
+        self.num_unsynced_runs = 0
         # The runners of graphs whose cuts need not be compared with the buckets until these change.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # Whether the module, on its way to other buckets, ran code that was cut for those of some
-        # other module. This is no part of the goal: once that is reached, the module still needs
-        # code of its own for each new Reducer.
+        # other module. The tuner then has its graphs cut again for each new Reducer. This is no
+        # part of the goal, since it outlasts that.
         self.is_recut = False
 
     @property
@@ -86,13 +89,16 @@ class DDPState:
         return {graph: make() for graph, make in self._texts.items()}
 
     def is_cut_in_forward(self, graph: str) -> bool:
+        """Whether the graph's forward is in sections; False for a graph without a cut."""
         cut = self._cuts.get(graph)
+        # A graph that is compiled whole says "forward" too, and has no sections.
         return cut is not None and bool(cut.sections) and cut.split == "forward"
 
     def keep(self, cut: Cut, text: MakeText, runner: object = None) -> None:
         """Note that `cut` is in force, in place of an earlier one for the same graph.
 
-        `runner` is what runs the graph, None if nothing notices that it runs.
+        `runner` is the `GraphRunner` that runs the graph. It is None where torch lacks a name that
+        a runner needs: then nobody notices when the graph runs.
         """
         self._texts[cut.graph] = text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
@@ -100,14 +106,16 @@ class DDPState:
         self._cuts[cut.graph] = self._with_buckets_in_force(cut)
 
     def _with_buckets_in_force(self, cut: Cut) -> Cut:
-        """The cut with the Reducer's buckets, where these are known before it reports them.
+        """The cut with the buckets that the Reducer has, where it lists predicted ones so far.
 
-        They are known if the Reducer was given them, and mostly if it will form no others any more.
-        Once it has reported, a cut keeps its own: `explain` shows what was planned beside what was
-        reported. A shared cut's buckets are predicted of the graph alone, for any module.
+        `compare_buckets` compares a cut's buckets with those that the Reducer will report, and
+        warns where they differ. Before the report it may be known that the prediction is out of
+        date: the Reducer was given buckets, or has some and will form no others.
         """
-        if self._reducer.answer is not Answer.AWAITED or not cut.buckets or cut.is_shared:
-            return cut
+        if self._reducer.answer is not Answer.AWAITED:
+            return cut  # compared already; `explain` shows its prediction beside the report
+        if cut.is_shared or not cut.buckets:
+            return cut  # not compared: a shared cut lists what is predicted of its graph alone
         buckets = self.buckets
         if buckets is None:
             return cut
@@ -115,18 +123,18 @@ class DDPState:
         return cut.with_buckets(known_buckets(parameters, buckets, self.rules))
 
     def is_run_by(self, graph: str, runner: object) -> bool:
-        """Whether this runner is the last one that was noted for a graph."""
+        """Whether this runner is the one that `keep` was given last for a graph."""
         return graph in self._runners and self._runners[graph]() is runner
 
     # ---- What runs in a forward ----------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Note that a forward begins; one that raised before has not ended."""
+        """Note that a forward begins, and drop what one before has left that raised."""
         self._runs = []
 
     def note_run(self, graph: str, parameters: tuple[torch.Tensor, ...] | None = None) -> None:
-        """Note that a graph runs in the forward that goes on, see `_GraphRun`."""
-        if self._runs is not None:
+        """Note that a graph, which has a cut, runs in the present forward, see `_GraphRun`."""
+        if self._runs is not None:  # else nobody reports forwards, and none would end the list
             self._runs.append(_GraphRun(graph, parameters))
 
     def end_forward(self) -> None:
@@ -142,31 +150,35 @@ class DDPState:
 
         A graph that ran several times is there once, at its first run.
         """
-        graphs = dict.fromkeys(self._last_runs)
-        return tuple(self._cuts[graph] for graph in graphs if graph in self._cuts)
+        return tuple(self._cuts[graph] for graph in dict.fromkeys(self._last_runs))
 
     @property
-    def runs(self) -> list[tuple[Cut, list[Parameter]]]:
-        """The graphs that have run in the forward that goes on, with the parameters they use.
+    def runs_with_gradients(self) -> list[tuple[Cut, list[Parameter]]]:
+        """The cuts of the graphs that have run in the present forward, with the parameters used.
 
         In the order in which they ran, without those that have no backward.
         """
         parameter_of = {p.index: p for p in _torch.reducer_parameters(self._module()).values()}
         runs: list[tuple[Cut, list[Parameter]]] = []
         for run in self._runs or ():
-            cut = self._cuts.get(run.graph)
-            if cut is None or cut.fallback is Reason.NO_GRAD:
+            cut = self._cuts[run.graph]
+            if cut.fallback is Reason.NO_GRAD:
                 continue
             used = list(self._parameters_of(run))
-            runner = self._runners[run.graph]()
+            runner = self._runners[run.graph]()  # None if Dynamo has dropped it in this forward
             if run.parameters is None and runner is not None:
+                # `GraphRunner.used` has more than the cut's `arrival`.
                 used = [parameter_of[i] for i in runner.used if i in parameter_of]
             runs.append((cut, used))
         return runs
 
     @property
-    def has_begun_forward(self) -> bool:
-        """Whether a graph has run in the forward that goes on; True between forwards."""
+    def may_have_begun_forward(self) -> bool:
+        """Whether a graph has run in the present forward.
+
+        Also True where that is not known: in a checkpoint's recomputation, which runs between
+        forwards, and where nobody reports forwards.
+        """
         return self._runs is None or bool(self._runs)
 
     def arrival_around(self, graph: str) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
@@ -177,18 +189,19 @@ class DDPState:
 
         The graph is being compiled. Dynamo compiles it when the forward has reached it, so the
         graphs before it are those that have run in this forward. The graphs after it are taken to
-        be those that ran in the last forward. Where they are others, as in another branch, buckets
-        are predicted wrongly and cuts are not the best; DDP's own buckets replace the prediction as
-        soon as DDP has formed them.
+        be all that ran in the last forward: `order_arrival`, which gets both, asks first which
+        parameters are the graph's own or of graphs before it. Where others run after it, as in
+        another branch, buckets are predicted wrongly and cuts are not the best; DDP's own buckets
+        replace the prediction as soon as DDP has formed them.
         """
         graphs_after = self._last_runs
         if self._runs is not None:
             runs = self._runs
         else:
             # A checkpoint's recomputation, in backward: the forward has ended, in which another
-            # version of this code ran, and what ran before that ran before this one too. Versions
-            # have their code's number in their names, whatever the program. Where modules share the
-            # code, it may be the recomputation of any of them; the first is taken.
+            # version of this code ran, and what ran before that ran before this one too. All
+            # versions of a function's code have its frame in their names. Where submodules share
+            # the code, it may be the recomputation of any of them; the first in forward is taken.
             frames = [frame_of(other) for other in self._last_runs]
             frame = frame_of(graph)
             num_before = frames.index(frame) if frame in frames else 0
@@ -204,29 +217,29 @@ class DDPState:
         return tuple(arrives_before), tuple(arrives_after)
 
     def _arrival_of(self, graph: str) -> tuple[Parameter, ...]:
-        """The parameters of a graph in arrival order; none of one that was compiled by `no_grad`.
-
-        None either of a graph whose code the module got from another module since a reset.
-        """
-        cut = self._cuts.get(graph)
-        return () if cut is None else cut.arrival
+        """The parameters of a graph in arrival order; none if it was compiled under `no_grad`."""
+        return self._cuts[graph].arrival
 
     def _parameters_of(self, run: _GraphRun) -> tuple[Parameter, ...]:
         """The parameters that a run of a graph used, in the order in which gradients arrive."""
         if run.parameters is None:
             return self._arrival_of(run.graph)
         reduced = _torch.reducer_parameters(self._module())
+        # DDP may not reduce the parameter of this submodule: it was frozen, or is to be ignored.
         return tuple(reduced[tensor] for tensor in run.parameters if tensor in reduced)
 
     @property
     def rules(self) -> ReducerRules:
-        """How the Reducer forms buckets now: the same object until that changes."""
+        """How the Reducer forms buckets now.
+
+        It is the same object until that changes, since a guard compares it at each call.
+        """
         ddp, rules = self._module(), self._rules
         now = (_torch.follows_arrival_order(ddp), self.is_provisional)
         if rules is None or (rules.is_rebuilt, rules.is_provisional) != now:
             is_rebuilt, is_provisional = now
             rules = self._rules = ReducerRules(
-                # Graphs are cut by new limits when somebody says so, see `take_new_limits`.
+                # New limits count once somebody says so, see `take_new_limits`.
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
                 is_rebuilt=is_rebuilt,
                 is_provisional=is_provisional,
@@ -235,7 +248,10 @@ class DDPState:
         return rules
 
     def take_new_limits(self) -> None:
-        """Cut graphs by the Reducer's new limits, and compile them anew."""
+        """Have graphs compiled anew, and cut by the Reducer's limits of now.
+
+        Called where the Reducer was replaced, and code for the one before would delay allreduces.
+        """
         self._rules = None
         self._forget_code()
 
@@ -278,7 +294,11 @@ class DDPState:
 
     @property
     def has_forward_sections(self) -> bool:
-        """Whether a graph is cut in forward, and so has to be cut again for other buckets."""
+        """Whether a graph is cut in forward.
+
+        Such a graph is cut again for other buckets. A backward that was cut finely in a search is
+        not: many small sections cost little in backward, and serve any buckets.
+        """
         return any(map(self.is_cut_in_forward, self._cuts))
 
     @property
@@ -316,16 +336,20 @@ class DDPState:
     def recut_unless(self, cut_for: CutFor) -> None:
         """Have code of another module compiled anew if it was not cut for the buckets to come.
 
-        A search cannot do with a graph that was cut for its module's own buckets.
+        `cut_for` is what that code was cut for. A search cannot do with a graph that was cut for
+        its module's own buckets.
         """
         if self.goal is not Goal.IN_FORCE and cut_for not in (ANY_BUCKETS, self.cut_for):
-            self._become_provisional(True)
+            self._become_provisional(True)  # changes `rules`: the guard on them stops that code
             self.is_recut = True
 
     def end_search(self) -> None:
-        """Cut graphs by buckets again; those that were cut finely in forward are compiled anew."""
-        is_fine = self.goal is Goal.SEARCHED and self.has_forward_sections
-        if self.is_provisional or is_fine:
+        """Cut graphs by buckets again, as a search or the wait for a plan is over.
+
+        Code that was compiled for the meantime, or cut finely in forward, is compiled anew.
+        """
+        is_fine_in_forward = self.goal is Goal.SEARCHED and self.has_forward_sections
+        if self.is_provisional or is_fine_in_forward:
             self._forget_code()
         self._cut_goal = CutGoal()
 
@@ -333,7 +357,11 @@ class DDPState:
         self._cut_goal = dataclasses.replace(self._cut_goal, is_provisional=is_provisional)
 
     def _forget_code(self) -> None:
-        """Make Dynamo forget what it compiled for the module, which the guard on rules stops."""
+        """Make Dynamo give up what it compiled for the module, and compile anew.
+
+        Where `rules` have changed, the guard on them does that too; but Dynamo would go on to count
+        the code that the guard stops, and compile nothing more past its limit.
+        """
         _torch.forget_code(self.code)
         self.code.clear()
 
@@ -345,7 +373,7 @@ class DDPState:
     def _let_go(self, _dead: object) -> None:
         """Clear the state of a module that was freed: compiled code may keep the state longer."""
         self.forget()
-        self._ddp = lambda: None  # the reference to the module holds this by its callback
+        self._ddp = lambda: None  # the weak reference would hold this state, by its callback
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
@@ -353,7 +381,7 @@ class DDPState:
         return ddp
 
 
-# Each ends with its module, and at `torch._dynamo.reset()`, which drops the code that it is of.
+# Each ends with its module. A `torch._dynamo.reset()` clears what depends on the code it drops.
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
 _states = weakref.WeakKeyDictionary()
 has_drifted = False  # whether a graph was compiled without noting for which module
@@ -386,7 +414,7 @@ def is_copy(ddp: DistributedDataParallel) -> bool:
 def speaks_for_others(ddp: DistributedDataParallel) -> bool:
     """Whether this rank tells users what is the same on all: the first of several ranks does.
 
-    Nobody does of a module that a check made.
+    No rank does about a copy that a check made.
     """
     group = ddp.process_group
     return group.rank() == 0 and group.size() > 1 and not is_copy(ddp)
@@ -423,18 +451,19 @@ def forget_all() -> None:
     global has_drifted  # noqa: PLW0603  # see note_drift
     for state in list(_states.values()):
         state.forget()
-    forget_compiled()
+    forget_compiled()  # what other packages keep of it, see `_slots.py`
     has_drifted = False
 
 
-# Modes in which a module keeps its buckets, DDP's allreduce, and itself from a check's copies.
-KEEPING_BUCKETS = (
+# The modes of a DDP module in which it cannot be given other buckets; nor an algorithm in place of
+# its allreduce; nor be copied for a check's steps.
+MODES_WITHOUT_REBUCKET = (
     DDPMode.MIXED_PRECISION,
     DDPMode.OPTIMIZER_IN_BACKWARD,
     DDPMode.JOIN,
 )
-KEEPING_ALLREDUCE = (*KEEPING_BUCKETS, DDPMode.DELAYED_PARAMETERS)
-KEEPING_FROM_REHEARSAL = (DDPMode.FROZEN, *KEEPING_ALLREDUCE)
+MODES_WITHOUT_ALGORITHM = (*MODES_WITHOUT_REBUCKET, DDPMode.DELAYED_PARAMETERS)
+MODES_WITHOUT_REHEARSAL = (DDPMode.FROZEN, *MODES_WITHOUT_ALGORITHM)
 
 _IS_IN: dict[DDPMode, Callable[[DistributedDataParallel], bool]] = {
     DDPMode.MIXED_PRECISION: lambda ddp: ddp.mixed_precision is not None,
