@@ -18,6 +18,7 @@ import torch.distributed as dist
 import ddpopt.backend
 from tests.support.device import ONE_RANK_BACKEND, compute_exactly
 from tests.support.ranks import MakeRanks, Ranks
+from tests.support.registration import is_installed
 from tests.support.sets import ALL, NIGHTLY, QUICK, REST, place_of, set_of
 from tests.support.speed import speed_up_compiles
 
@@ -69,7 +70,8 @@ def _group() -> Iterator[None]:
 @pytest.fixture
 def one_rank(_group: None) -> Iterator[None]:
     """A group of one rank, and a Dynamo that has compiled nothing yet."""
-    ddpopt.backend.install()
+    if not is_installed():  # the test before left it so
+        ddpopt.backend.install()
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

@@ -122,7 +122,8 @@ def _assert_equal_gradients(module: nn.Module, reference: nn.Module) -> None:
         ("aot_eager", 1, 8),
         ("aot_eager", 4, 5),
         ("aot_eager", 4, 1),
-        ("ddpopt", 2, 8),
+        ("ddpopt with aot_eager", 2, 8),
+        pytest.param("ddpopt", 2, 8, marks=pytest.mark.slow),  # with Inductor
         pytest.param("inductor", 2, 8, marks=pytest.mark.slow),
     ],
 )
@@ -132,7 +133,9 @@ def test_gradients_equal_those_of_the_whole_batch(
     """Replicas run one by one the first time, and then at the same time."""
     module = MLP(depth=2)
     reference = copy.deepcopy(module)
-    parallel = DataParallel(module, ["cpu"] * num_devices, backend=backend)
+    name, _, inner = backend.partition(" with ")
+    options: dict[str, Any] = {"options": {"inner": inner}} if inner else {}
+    parallel = DataParallel(module, ["cpu"] * num_devices, backend=name, **options)
     x = torch.randn(num_rows, 64)
     for _ in range(3):
         module.zero_grad()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from tests.support.beside import compiled
+from tests.support.fresh import run_fresh
 from tests.support.models import MLP, batches
 from tests.support.on_ranks import on_ranks
 
@@ -75,6 +79,19 @@ def _run(prelude: str = "", options: dict[str, str] | None = None, **environment
     return done.stderr
 
 
+@functools.cache
+def _run_with_text_and_trace() -> tuple[str, list[dict[str, Any]]]:
+    """What one process prints for `TORCH_LOGS=dynamo`, and what it traces of splits."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = _run(TORCH_LOGS="dynamo", TORCH_TRACE=folder)
+        return text, _traced_splits(Path(folder))
+
+
+def _traced_splits(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+    return [json.loads(ln[ln.index("{") :]) for ln in lines if '"optimize_ddp_split_' in ln]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -84,7 +101,7 @@ def _run(prelude: str = "", options: dict[str, str] | None = None, **environment
 )
 def test_the_text_logs_print_bucket_boundaries_once_and_no_graph(name: str) -> None:
     """Logs have the cap, the bytes and parameters of each bucket, and the nodes of each section."""
-    text = _run(TORCH_LOGS=name)
+    text = _run_with_text_and_trace()[0] if name == "dynamo" else _run(TORCH_LOGS=name)
     assert text.count(BOUNDARIES) == 1
     for part in (
         "32.4 KiB",
@@ -111,7 +128,9 @@ def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
 
 def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
     """No plan and no graph is turned into text."""
-    assert "ddpopt" not in _run(REFUSE_TO_FORMAT + QUIET_S.format(1e9))
+    printing = "OPTIONS = {}; import os; os.dup2(1, 2)\n"
+    script = printing + REFUSE_TO_FORMAT + QUIET_S.format(1e9) + SCRIPT
+    assert "ddpopt" not in run_fresh(script)
 
 
 @pytest.mark.slow
@@ -158,9 +177,11 @@ def test_the_structured_trace_holds_the_split_graphs(
     tmp_path: Path, options: dict[str, str], prefix: str, num_stitched: int
 ) -> None:
     """Graphs have the names that the in-tree optimizer uses, which tlparse knows."""
-    _run(options=options, TORCH_TRACE=str(tmp_path))
-    lines = [line for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
-    entries = [json.loads(ln[ln.index("{") :]) for ln in lines if '"optimize_ddp_split_' in ln]
+    if options:
+        _run(options=options, TORCH_TRACE=str(tmp_path))
+        entries = _traced_splits(tmp_path)
+    else:
+        _, entries = _run_with_text_and_trace()
     assert sum("optimize_ddp_split_graph" in entry for entry in entries) == num_stitched
     children = [
         entry["optimize_ddp_split_child"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from tests.algorithms.simulators import (
     simulator_of,
 )
 from tests.support.algorithms import flat_weights
-from tests.support.machines import run_machine
+from tests.support.machines import choose_scripts, run_machine
 from tests.support.models import MLP
 from tests.support.ranks import Ranks
 
@@ -160,6 +161,10 @@ class Loop(RuleBasedStateMachine):
             self.is_pending = is_pending
 
 
+_NUM_DRAWN = 120  # of which those are chosen that do most
+_ACTION_IN_PAIRS = 4  # what a new action counts, where a new pair of actions counts one
+
+
 @functools.cache
 def draw_scripts(num_scripts: int, num_rules: int = 14) -> list[Script]:
     """Scripts of up to so many rules each."""
@@ -170,8 +175,15 @@ def draw_scripts(num_scripts: int, num_rules: int = 14) -> list[Script]:
             if self.script.actions:
                 drawn.append(self.script)
 
-    run_machine(Drawn, num_scripts, num_rules)
-    return drawn
+    run_machine(Drawn, _NUM_DRAWN, num_rules)
+    return choose_scripts(drawn, num_scripts, _deeds)
+
+
+def _deeds(script: Script) -> set[Any]:
+    """What is done in a script: each action, and each with the one before it."""
+    deeds: set[Any] = {script.optimizer, *itertools.pairwise(["", *script.actions])}
+    deeds.update(itertools.product(script.actions, range(_ACTION_IN_PAIRS)))
+    return deeds
 
 
 def _for_algorithm(algorithm: Any, script: Script) -> Script:
@@ -484,7 +496,7 @@ def _follow(loop: Any, script: Script, note: Any) -> list[Any]:
     return notes
 
 
-def check(ranks: Ranks, algorithm: Any, num_scripts: int = 12) -> None:
+def check(ranks: Ranks, algorithm: Any, num_scripts: int) -> None:
     """Weights, gradients and counts are the simulator's after each action, whatever a loop does."""
     scripts = [_for_algorithm(algorithm, script) for script in draw_scripts(num_scripts)]
     by_rank = ranks.run(_run, algorithm, scripts)

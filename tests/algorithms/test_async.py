@@ -189,9 +189,13 @@ def test_the_warm_up_is_ddps_own_training_and_ranks_part_right_after_it(rank: in
         assert torch.equal(first, second) == torch.equal(seen[0][k], seen[1][k]) == (k < 3)
 
 
-def test_whatever_a_loop_does_async_without_rounds_trains_as_its_simulator(ranks: Ranks) -> None:
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("num_scripts", [4, 12])
+def test_whatever_a_loop_does_async_without_rounds_trains_as_its_simulator(
+    ranks: Ranks, num_scripts: int
+) -> None:
     """A warm-up, and then local steps; see `step_machine`."""
-    step_machine.check(ranks, AsyncModelAverage(warmup_steps=3))
+    step_machine.check(ranks, AsyncModelAverage(warmup_steps=3), num_scripts)
 
 
 # ---- abort, resume, paused --------------------------------------------------------------------

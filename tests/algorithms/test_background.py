@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -23,14 +21,19 @@ from ddpopt.errors import AttachError
 from tests.support.algorithms import ALGORITHMS
 from tests.support.documents import ROOT
 from tests.support.ends import ENDINGS
+from tests.support.fresh import run_fresh
 from tests.support.on_ranks import on_ranks
 
 
 @functools.cache
 def _exit_codes(num_runs: int, names: str, endings: str) -> dict[tuple[str, str], dict[str, int]]:
-    command = [sys.executable, "-m", "tests.support.ends", str(num_runs), names, endings]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    return {(name, ending): codes for name, ending, codes in map(json.loads, lines.splitlines())}
+    arguments = ["", str(num_runs), names, endings]
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = {arguments}\n"
+        "from tests.support import ends; ends.main()"
+    )
+    lines = run_fresh(script).splitlines()
+    return {(name, ending): codes for name, ending, codes in map(json.loads, lines)}
 
 
 @pytest.mark.quick("Decentralized-exception", "Decentralized-destroyed", "Decentralized-alone")

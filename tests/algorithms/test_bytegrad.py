@@ -78,9 +78,13 @@ def test_a_bucket_is_reduced_as_the_simulator_does(
     beside.handle.detach(average=False)
 
 
-def test_whatever_a_loop_does_bytegrad_trains_as_its_simulator(ranks: Ranks) -> None:
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("num_scripts", [4, 12])
+def test_whatever_a_loop_does_bytegrad_trains_as_its_simulator(
+    ranks: Ranks, num_scripts: int
+) -> None:
     """See `step_machine`."""
-    step_machine.check(ranks, FLAT)
+    step_machine.check(ranks, FLAT, num_scripts)
 
 
 @on_ranks(3)

@@ -137,11 +137,15 @@ def test_replicas_are_right_again_after_resync_and_average(name: str) -> None:
     beside.handle.detach()
 
 
+@pytest.mark.quick("1-4", "2-4")
+@pytest.mark.parametrize("num_scripts", [4, 12])
 @pytest.mark.parametrize("interval", [1, 2])
-def test_whatever_a_loop_does_a_ring_trains_as_its_simulator(ranks: Ranks, interval: int) -> None:
+def test_whatever_a_loop_does_a_ring_trains_as_its_simulator(
+    ranks: Ranks, interval: int, num_scripts: int
+) -> None:
     """A skipped update makes no rank wait, saving ends an open step; see `step_machine`."""
     algorithm = LowPrecisionDecentralized(hierarchical=False, communication_interval=interval)
-    step_machine.check(ranks, algorithm)
+    step_machine.check(ranks, algorithm, num_scripts)
 
 
 @on_ranks(2)

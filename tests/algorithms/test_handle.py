@@ -57,14 +57,16 @@ def _gather_equal(values: torch.Tensor) -> bool:
 # ---- what a step is ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick("options0-4", "options1-4", "options2-4")
+@pytest.mark.parametrize("num_scripts", [4, 12])
 @pytest.mark.parametrize(
     "options", [{}, {"communication_interval": 2}, {"peer_selection": "shift_one"}]
 )
 def test_whatever_a_loop_does_decentralized_trains_as_its_simulator(
-    ranks: Ranks, options: dict[str, Any]
+    ranks: Ranks, options: dict[str, Any], num_scripts: int
 ) -> None:
     """Weights and counts are those of plain arithmetic, whatever a loop does, after each action."""
-    step_machine.check(ranks, Decentralized(hierarchical=False, **options))
+    step_machine.check(ranks, Decentralized(hierarchical=False, **options), num_scripts)
 
 
 @on_ranks(2)

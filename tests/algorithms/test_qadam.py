@@ -181,9 +181,11 @@ def test_momenta_are_averaged_as_the_simulator_does(
     beside.handle.detach(average=False)
 
 
-def test_whatever_a_loop_does_qadam_trains_as_its_simulator(ranks: Ranks) -> None:
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("num_scripts", [4, 12])
+def test_whatever_a_loop_does_qadam_trains_as_its_simulator(ranks: Ranks, num_scripts: int) -> None:
     """Micro-batches are accumulated, gradients in a pause are gradients; see `step_machine`."""
-    step_machine.check(ranks, FLAT)
+    step_machine.check(ranks, FLAT, num_scripts)
 
 
 def test_micro_batches_may_come_after_an_evaluation_without_no_grad(one_rank: None) -> None:

@@ -32,7 +32,7 @@ from ddpopt.planning.decision import Decision, Verdict
 from ddpopt.split import state
 from tests.support.beside import compiled, mean_square, sgd
 from tests.support.buckets import real_buckets
-from tests.support.machines import TIMES, run_machine
+from tests.support.machines import choose_scripts, run_machine
 from tests.support.models import assert_equal_states, state_of
 from tests.support.plans import COST, plan_of
 from tests.support.ranks import error_of
@@ -377,14 +377,11 @@ class Loop(RuleBasedStateMachine):
 
 
 Script = tuple[Settings, list[Action]]
-_TIMES_AS_MANY = 15  # are drawn as are chosen
+_TIMES_AS_MANY = 30  # are drawn as are chosen
 
 
 def draw_scripts(num_scripts: int, *sources: str, num_rules: int = 12) -> list[Script]:
-    """Loops of up to so many rules each, in which buckets are of one of these sources.
-
-    Of those that are drawn, each in turn that does most that none before it does.
-    """
+    """Loops of up to so many rules each, in which buckets are of one of these sources."""
     drawn: list[Script] = []
 
     class Drawn(Loop):
@@ -394,14 +391,7 @@ def draw_scripts(num_scripts: int, *sources: str, num_rules: int = 12) -> list[S
 
     Drawn.sources = sources
     run_machine(Drawn, _TIMES_AS_MANY * num_scripts, num_rules)
-    chosen: list[Script] = []
-    seen: set[Any] = set()
-    while drawn and len(chosen) < num_scripts * TIMES:
-        best = max(drawn, key=lambda script: len(_deeds(script) - seen))
-        drawn.remove(best)
-        seen |= _deeds(best)
-        chosen.append(best)
-    return chosen
+    return choose_scripts(drawn, num_scripts, _deeds)
 
 
 def _deeds(script: Script) -> set[Any]:

@@ -42,11 +42,13 @@ def _assert_sizes(ddp: DistributedDataParallel, sizes: Sequence[int] = SIZES_OF_
     assert [len(bucket) for bucket in real_buckets(ddp)] == [*sizes]
 
 
+@pytest.mark.quick("5")
+@pytest.mark.parametrize("num_scripts", [5, 10])
 def test_whatever_a_loop_does_each_step_is_eagers_with_the_buckets_it_was_given(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, num_scripts: int
 ) -> None:
     """Loops drawn by rules. Where gradients wait to be reduced, `rebucket` raises on all ranks."""
-    for settings, script in bucket_machine.draw_scripts(10, "ddp"):
+    for settings, script in bucket_machine.draw_scripts(num_scripts, "ddp"):
         ranks.run(bucket_machine.run_script, settings, script, str(tmp_path))
 
 
@@ -187,18 +189,26 @@ def _failing_once(row: names.PrivateName) -> Iterator[None]:
 
 
 @on_ranks(2)
-@pytest.mark.quick("{}")
+@pytest.mark.quick("{}-by turns")
 @pytest.mark.parametrize(
-    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+    ("options", "steps_before"),
+    [
+        ({}, "by turns"),
+        ({}, "both"),
+        ({"find_unused_parameters": True}, "both"),
+        ({"static_graph": True}, "both"),
+    ],
+    ids=str,
 )
 def test_a_rebuild_that_fails_at_any_step_leaves_all_ranks_with_the_buckets_of_before(
-    rank: int, options: dict[str, Any]
+    rank: int, options: dict[str, Any], steps_before: str
 ) -> None:
+    """It may fail before the first step of training, and after some."""
     inputs, sizes = batches(rank, [(4, 64)] * 3), (1, 3, 2)
-    for row, is_one_enough in STEPS_OF_A_REBUILD.items():
+    for place, (row, is_one_enough) in enumerate(STEPS_OF_A_REBUILD.items()):
         if options and not is_one_enough:
             continue  # such a Reducer takes no first steps
-        for num_before in (0, 3):
+        for num_before in (0, 3) if steps_before == "both" else (3 * (place % 2),):
             expected, ddp = twins(MLP(3), **options)
             plan = plan_of(ddp.module, sizes)
             for model in (expected, ddp):
@@ -417,12 +427,12 @@ def test_parameters_are_reduced_that_required_gradients_when_ddp_was_made(rank: 
 @on_ranks(2)
 def test_code_for_buckets_of_before_counts_towards_no_limit_of_dynamos(rank: int) -> None:
     """Each change compiles the forward anew, here with a limit of one compile."""
-    options = {"inner": "aot_eager", "split": "forward"}
-    compiled = torch.compile(MLP(), backend="ddpopt", options=options, fullgraph=True)
+    options = {"inner": "eager", "split": "forward"}
+    compiled = torch.compile(MLP(3), backend="ddpopt", options=options, fullgraph=True)
     ddp = DistributedDataParallel(compiled)
-    plan = plan_of(compiled, SIZES_OF_MLP)
+    plan = plan_of(compiled, (1, 3, 2))
     with torch._dynamo.config.patch(recompile_limit=1):
-        for sizes in (SIZES_OF_MLP, (6, 6), (2, 4, 6)):
+        for sizes in ((1, 3, 2), (3, 3)):
             train(ddp, batches(rank, [(4, 64)] * 2))
             ddpopt.rebucket(ddp, dataclasses.replace(plan, sizes=sizes))
             _assert_sizes(ddp, sizes)

@@ -115,14 +115,16 @@ class _Search(Beside):
         assert [report.is_as_planned for report in reports] == [True] * len(self.buckets[-1])
 
 
+@pytest.mark.quick("5")
+@pytest.mark.parametrize("num_scripts", [5, 10])
 def test_whatever_a_loop_does_each_step_is_eagers_and_all_ranks_change_buckets_together(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, num_scripts: int
 ) -> None:
     """Loops drawn by rules: their buckets are those of a file, or of a search, or are taken back.
 
     They change between two steps that the rules name, unless gradients wait in each.
     """
-    for settings, script in bucket_machine.draw_scripts(10, "file", "auto"):
+    for settings, script in bucket_machine.draw_scripts(num_scripts, "file", "auto"):
         ranks.run(bucket_machine.run_script, settings, script, str(tmp_path))
 
 

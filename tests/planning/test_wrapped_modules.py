@@ -20,17 +20,19 @@ from ddpopt.planning import tuner
 from ddpopt.planning.decision import Decision
 from tests.support.buckets import real_buckets
 from tests.support.models import MLP, WIDTH, batches, train
-from tests.support.plans import COST, SIZES_OF_MLP, plan_of
+from tests.support.plans import COST, plan_of
 from tests.support.ranks import Ranks
 
 OPTIONS = {"inner": "aot_eager"}
 CAP = {"bucket_cap_mb": 0.02}
+DEPTH = 3
+SIZES = (1, 3, 2)  # of buckets that DDP does not make of the model
 RAW = "_orig_mod.layers.0._checkpoint_wrapped_module._orig_mod.bias"
 
 
 def _wrapped(**options: Any) -> nn.Module:
     """An MLP of which a layer is compiled, and checkpointed, and which is compiled itself."""
-    model = MLP()
+    model = MLP(DEPTH)
     compiled: Any = torch.compile(model.layers[0], backend="ddpopt", options=OPTIONS)
     model.layers[0] = checkpoint_wrapper(compiled)
     return torch.compile(model, backend="ddpopt", options={**OPTIONS, **options})  # type: ignore[return-value]
@@ -41,14 +43,14 @@ def _on(rank: int, **options: Any) -> tuple[Any, Any]:
     if rank == 1:
         ddp = DistributedDataParallel(_wrapped(**options), **CAP)
         return ddp, ddp
-    ddp = DistributedDataParallel(MLP(), **CAP)
+    ddp = DistributedDataParallel(MLP(DEPTH), **CAP)
     return torch.compile(ddp, backend="ddpopt", options={**OPTIONS, **options}), ddp
 
 
 def test_a_parameter_has_one_name_whatever_is_wrapped_around_it(one_rank: None) -> None:
     ddp = DistributedDataParallel(_wrapped())
     assert RAW in _torch.names_now(ddp).values()
-    expected = [name for name, _ in MLP().named_parameters()]
+    expected = [name for name, _ in MLP(DEPTH).named_parameters()]
     assert [p.name for p in _torch.reducer_parameters(ddp).values()] == expected
 
 
@@ -77,9 +79,9 @@ def _take_plans(rank: int, folder: str) -> None:
     model, ddp = _on(rank)
     inputs = batches(rank, [(4, WIDTH)] * 3)
     train(ddp, inputs, model)
-    plain = plan_of(MLP(), SIZES_OF_MLP)
-    raw = plan_of(_wrapped(), SIZES_OF_MLP)
-    other = dataclasses.replace(plain, sizes=(6, 6))
+    plain = plan_of(MLP(DEPTH), SIZES)
+    raw = plan_of(_wrapped(), SIZES)
+    other = dataclasses.replace(plain, sizes=(3, 3))
     estimated = ddpopt.planning.estimate(_wrapped(), (inputs[0],))
     assert {g.name for g in estimated.gradients} == {g.name for g in plain.profile.gradients}
     for plan in (raw if rank else plain, other, raw):
@@ -92,7 +94,7 @@ def _take_plans(rank: int, folder: str) -> None:
     model, ddp = _on(rank, buckets=path)
     train(ddp, inputs, model)
     train(ddp, inputs, model)
-    assert [len(bucket) for bucket in real_buckets(ddp)] == list(SIZES_OF_MLP)
+    assert [len(bucket) for bucket in real_buckets(ddp)] == list(SIZES)
 
 
 def test_a_plan_fits_a_module_that_is_wrapped_on_some_ranks(ranks: Ranks, tmp_path: Any) -> None:
@@ -101,12 +103,12 @@ def test_a_plan_fits_a_module_that_is_wrapped_on_some_ranks(ranks: Ranks, tmp_pa
 
 def _search(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        plan: BucketPlan = plan_of(MLP(), SIZES_OF_MLP)
+        plan: BucketPlan = plan_of(MLP(DEPTH), SIZES)
         patch.setattr(tuner, "decide", lambda *_: Decision("taken", plan.to_json(), 0.5, True))
         patch.setattr(tuner, "calibrate", lambda *_: COST)
         model, ddp = _on(rank, buckets="auto")
         train(ddp, batches(rank, [(4, WIDTH)] * 10), model)
-    assert [len(bucket) for bucket in real_buckets(ddp)] == list(SIZES_OF_MLP)
+    assert [len(bucket) for bucket in real_buckets(ddp)] == list(SIZES)
     return str(ddpopt.explain(ddp))
 
 

@@ -197,9 +197,12 @@ def test_a_graph_that_is_shown_is_cut_anew(cached_step: Step, tmp_path: Path) ->
 @pytest.mark.parametrize("has_error", [False, True])
 @pytest.mark.parametrize("bundles", [False, True])
 def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
+    cached_step: Step, monkeypatch: pytest.MonkeyPatch, bundles: bool, has_error: bool
 ) -> None:
-    """Bundling is switched off in the middle of it; and it is on again also where that fails."""
+    """Bundling is switched off in the middle of it; and it is on again also where that fails.
+
+    Another release of ours compiles it, which takes only the kernels from this module's cache.
+    """
     settings, run = torch._functorch.config, BackwardCutter.make_backward
     bundled_in_backward: list[bool] = []
 
@@ -211,9 +214,11 @@ def test_settings_are_the_users_again_after_a_compile_that_stores_nothing(
 
     monkeypatch.setattr(cached, "are_storable", lambda _graphs: False)
     monkeypatch.setattr(BackwardCutter, "make_backward", run_or_raise)
-    with fresh_cache(), settings.patch(bundled_autograd_cache=bundles):
+    monkeypatch.setattr(compiler, "source_digest", lambda: "another release")
+    with settings.patch(bundled_autograd_cache=bundles):
         before = settings.get_config_copy(), torch.compiler.config.get_config_copy()
         step = _step()
         assert (settings.get_config_copy(), torch.compiler.config.get_config_copy()) == before
+    assert not step.is_hit
     assert bundled_in_backward == [False]
     torch.testing.assert_close(step.gradients, step.expected)

@@ -105,12 +105,28 @@ OPERATIONS = (
 )
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=12), st.data())
+_CHAINS = st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=3, max_size=12)
+
+
+@settings(deadline=None, max_examples=12)
+@given(_CHAINS, st.data())
 def test_random_graphs_split_anywhere_legal_give_bitwise_equal_results(
     chosen: list[int], data: st.DataObject
 ) -> None:
     """Outputs and gradients are equal, for random chains with random skips and any legal cuts."""
+    _check_chain(chosen, data)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(_CHAINS, st.data())
+def test_many_random_graphs_give_bitwise_equal_results(
+    chosen: list[int], data: st.DataObject
+) -> None:
+    _check_chain(chosen, data)
+
+
+def _check_chain(chosen: list[int], data: st.DataObject) -> None:
 
     def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
         values = [x @ p[0], x * 2, x @ p[1]]  # the second is written to in place

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+_Script = TypeVar("_Script")
 
 # How many times as many examples to run. More than 1 also draws others in each run, and makes what
 # fails small, which may take minutes.
@@ -27,3 +31,17 @@ def run_machine(machine: type[RuleBasedStateMachine], num_examples: int, num_ste
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(machine, settings=settings)
+
+
+def choose_scripts(
+    drawn: Iterable[_Script], num_scripts: int, deeds_of: Callable[[_Script], set[Any]]
+) -> list[_Script]:
+    """Of the scripts that machines wrote, each in turn that does most that none before it does."""
+    rest, chosen = list(drawn), list[_Script]()
+    seen: set[Any] = set()
+    while rest and len(chosen) < num_scripts * TIMES:
+        best = max(rest, key=lambda script: len(deeds_of(script) - seen))
+        rest.remove(best)
+        seen |= deeds_of(best)
+        chosen.append(best)
+    return chosen
