@@ -34,7 +34,7 @@ from tests.support.simulated_ranks import World
 
 SPLITS = ["forward", "backward"]
 CAPS = {"bucket_cap_mb": 0.03}
-SHORT_S = 1.0  # a group's timeout, where compiling takes longer
+SHORT_S = 0.5  # a group's timeout, where compiling takes longer
 LONG_S = 300.0  # reached only by what hangs
 
 
