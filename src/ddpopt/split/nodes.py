@@ -485,7 +485,8 @@ def _is_in_place(node: fx.Node) -> bool:
         return False
     names = _parameter_names(node.target)
     position = names.index("inplace") if "inplace" in names else None
-    return _argument(node, position, "inplace") is True
+    # `inplace=1` says so too.
+    return position is not None and bool(_argument(node, position, "inplace"))
 
 
 @functools.lru_cache(maxsize=256)  # a graph calls few functions, many times
