@@ -333,6 +333,7 @@ class Handle:
             loaded = self.weights.copy()
             self.settle()
             self.weights.assign(loaded)
+            # Or the writes above would be taken for an update that no optimizer has told of.
             self._updates.take_baseline()
         require_equal(
             self.training.ddp,

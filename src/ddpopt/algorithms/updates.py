@@ -63,7 +63,10 @@ class UpdateWatch:
         self.take_baseline()
 
     def take_baseline(self) -> None:
-        """What was written to weights up to here is no update that could be missed."""
+        """Take what was written to weights up to here for no update of a silent optimizer.
+
+        What is written after it, and without the hooks of a step, is one.
+        """
         for optimizer in self._silent:
             self._silent[optimizer] = _torch.versions(self._updated_by(optimizer))
 

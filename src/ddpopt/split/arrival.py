@@ -137,7 +137,9 @@ def module_path_of(parameter_paths: Mapping[fx.Node, str]) -> tuple[str, ...]:
         -> one module (`linear`) below the frame's, which is ("blocks", "1")
 
     `parameter_paths` has the path from the root of each parameter that is an input of the graph, by
-    the input. A graph without any, or whose frame was given several modules, counts as the root's.
+    the input. A graph without any, or whose frame was given several modules, counts as the root's:
+    it may then be taken for the whole forward, which decides speed alone (the predicted order of
+    arrival), and for code that no other module shares.
     """
     module_paths = set()
     for placeholder, parameter_path in parameter_paths.items():

@@ -42,9 +42,11 @@ from ddpopt.split.sections import BackwardSections
 def add_token(gm: fx.GraphModule, watched: Sequence[Argument]) -> None:
     """Add the token as last input and, so that it gets a gradient, a copy of it as last output.
 
-    AOTAutograd would trace no gradient of an output that is an input itself. The operators through
-    which the token goes note, while AOTAutograd traces the graph, when the gradients of the
-    arguments `watched` are released; see `add_watch_releases`.
+        token -> watch_releases(token, watched ...) -> all other calls -> end_forward -> copy
+
+    AOTAutograd would trace no gradient of an output that is an input itself. While it traces the
+    graph, the two operators note when the gradients of the arguments `watched` are released: one
+    stands in front of all other calls, the other behind them; see `add_watch_releases`.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     with gm.graph.inserting_after(placeholders[-1]):

@@ -624,8 +624,9 @@ def _cut_forward(
 def _order_of_forward(graph: DynamoGraph, facts: ForwardFacts) -> str:
     """The digest of the order in which a forward communicates and uses parameters first.
 
-    A parameter's first use stands for the release of its gradient, to which it leads in backward.
-    Empty for a graph that does not communicate.
+    `warmup` and `verify` compare it between ranks (`Cut.order`), since ranks that differ wait for
+    each other. A parameter's first use stands for the release of its gradient, to which it leads in
+    backward. Empty for a graph that does not communicate.
     """
     if not graph.communicates:
         return ""

@@ -201,10 +201,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, handle: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the section, release its gradients, and pass on the run by its handle.
-
-        The last section's gate passes nothing on, see `GatedGraph`.
-        """
+        """Run the section, release its gradients, and pass on the run by its handle."""
         section: CompiledSection = ctx.section
         run: Run | None = getattr(handle, "ddpopt_run", None)
         # Without the handle this and later sections would give no gradients (splits.md, fault 14).
@@ -224,10 +221,13 @@ class Gate(torch.autograd.Function):
                 "Tensor.register_hook or Module.register_full_backward_hook, or compile with "
                 "options={'split': 'forward'}"
             )
+        # Autograd may run this node in a thread of its own, where the context variables of the
+        # caller of `backward()` are not set; the run has kept the caller's context.
         if torch.is_grad_enabled():  # create_graph=True
             gradients = refuse_double_backward(lambda: run.context.run(section.run, run), handle)
         else:
             gradients = run.context.run(section.run, run)
+        # The last gate's token is a leaf: its `grad` would keep the handle, and so the run.
         return (None, None, None if ctx.is_last else handle, *gradients)
 
 

@@ -129,7 +129,8 @@ def read_graph(
     argument_of: dict[ParameterIndex, Argument] = {}
     path_of_input: dict[fx.Node, str] = {}
     for argument, placeholder in numbered(Argument, copied.graph.find_nodes(op="placeholder")):
-        for index in indices_of.get(placeholder, ()):  # one at most
+        # One at most: of the nodes in `indices_of`, only calls of whole modules have several.
+        for index in indices_of.get(placeholder, ()):
             argument_of[index] = argument
             path = path_of[index]
             if path is not None:
@@ -144,9 +145,12 @@ def read_graph(
         ends_forward=is_of_root and not _torch.ends_in_graph_break(gm),
         may_be_unused=ddp.static_graph,
     )
-    root = _torch.unwrap_compiled(ddp.module)  # a wrapper has no parameter itself
+    # Those registered in the root itself are often the loss's, whose gradients arrive first. The
+    # wrapper that `torch.compile` puts around the root has no parameter itself.
+    root = _torch.unwrap_compiled(ddp.module)
     of_root = {p.index for tensor in root.parameters(recurse=False) if (p := reduced.get(tensor))}
 
+    # A parameter that an earlier graph uses first is final there, and its use here is no first one.
     uses = read_uses(copied, indices_of, {p.index for p in arrives_after})
     is_shared = may_share_code(ddp.module, module_path)
     return DynamoGraph(

@@ -341,6 +341,7 @@ class DDPState:
         """
         if self.goal is not Goal.IN_FORCE and cut_for not in (ANY_BUCKETS, self.cut_for):
             self._become_provisional(True)  # changes `rules`: the guard on them stops that code
+            # The tuner asks for it when the module has other buckets, and this goal is over.
             self.is_recut = True
 
     def end_search(self) -> None:

@@ -76,7 +76,9 @@ def watch_forwards() -> None:
         if str(error) not in _warned:
             _warned.add(str(error))
             _logs.warning("ddpopt cannot tell when Dynamo compiles nothing of a model: %s", error)
-    _torch.hide_from_dynamo()  # or it would compile what subscribers do
+    # Or Dynamo would compile what subscribers do. In each call: it hides those of our modules that
+    # are imported by now, and a subscriber's may be new.
+    _torch.hide_from_dynamo()
 
 
 def are_reported() -> bool:
