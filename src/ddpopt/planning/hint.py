@@ -55,9 +55,9 @@ def wait_of(ddp: DistributedDataParallel) -> Wait | None:
 def hint_of(ddp: DistributedDataParallel) -> str:
     """What to do where iterations wait for a tenth or more of their time.
 
-    "" if they do not, if that is not known (yet, or on this rank), and where nothing can be done, as
-    buckets cannot be changed. The text has no measured time: `explain` shows a recording's, or that
-    of `wait_of`, beside it.
+    "" if they do not, if that is not known (yet, or on this rank), and where buckets cannot be
+    changed, so that nothing can be done. The text has no measured time: `explain` shows a
+    recording's, or that of `wait_of`, beside it.
     """
     if not _hints.get(ddp):
         return ""
