@@ -186,8 +186,12 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
 
 
 def test_a_by_product_of_an_earlier_stages_loop_is_made_there() -> None:
-    """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1."""
-    facts = _facts([{}, {0: NO}, {0: Tie.FUSED}, {0: NO}, {3: NO}], {0: (1,), 1: (2,), 2: (4,)})
+    """Call 2, of bucket 1, is fused with 0; it is made with bucket 0, and released with 1.
+
+    That it reads call 1 too, which is there by then, makes no difference.
+    """
+    reads = [{}, {0: NO}, {0: Tie.FUSED, 1: NO}, {0: NO}, {3: NO}]
+    facts = _facts(reads, {0: (1,), 1: (2,), 2: (4,)})
     chosen = _cut(facts, [[0], [1, 2]])
     assert _sections(chosen) == [[0, 1, 2], [3, 4]]
     assert chosen.releases == ((0,), (1, 2))
@@ -215,6 +219,9 @@ def test_reasons_for_which_a_backward_graph_stays_whole() -> None:
     assert _choose(facts, []) is Reason.NO_PARAMETERS
     assert _choose(facts, [[0, 2]]) is Reason.ONE_BUCKET
     assert _choose(_facts([{}], {0: (0,), 1: (0,)}), [[0], [1]]) is Reason.COMPLETE_TOGETHER
+    # A collective before all releases, of one bucket, leaves nothing to divide.
+    facts = _facts([{}, {0: NO}], {0: (1,)}, collectives=[0])
+    assert _choose(facts, [[0]]) is Reason.ONE_BUCKET
 
 
 @st.composite

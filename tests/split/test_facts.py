@@ -13,7 +13,9 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ddpopt._indices import BEFORE_ALL_CALLS, Call, Memory
+from ddpopt import _torch
+from ddpopt._indices import BEFORE_ALL_CALLS, Argument, Call, Memory
+from ddpopt.errors import NotCutError
 from ddpopt.reducer import Parameter
 from ddpopt.split.aliases import Aliases, made_in_arguments
 from ddpopt.split.facts import (
@@ -22,6 +24,7 @@ from ddpopt.split.facts import (
     Tie,
     _observable_calls,
     find_reachable,
+    gradient_nodes,
     parameters_of,
     read_forward,
 )
@@ -271,6 +274,34 @@ def test_symbolic_sizes_can_cross() -> None:
     facts = _facts_of(forward_of(forward, (4, 4)), X, dynamic=True)
     assert len(facts.legal_bounds) > 3
     assert all(facts.legal_bounds[1:-1])
+
+
+def test_no_cut_where_a_number_would_cross_that_another_rank_may_have_as_a_constant() -> None:
+    """That rank may have a boundary there, which this one is told."""
+
+    def forward(p: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = (x @ p[0]).sum().item()
+        return x.sin().cos() * scale
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        facts = _facts_of(forward_of(forward, (4, 4)), X)
+    before_cos = facts.call_names.index("cos")
+    assert not facts.legal_bounds[before_cos]
+    assert facts.legal_bounds_without_sizes[before_cos]
+
+
+def test_a_backward_that_returns_more_than_gradients_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    gradient = graph.call_function(torch.relu, (x,))
+    graph.output((gradient, graph.call_function(torch.relu, (x,))))
+    for second in (None, Argument(0)):
+        of_outputs = [Argument(0), second]
+        monkeypatch.setattr(_torch, "gradient_arguments", lambda _, found=of_outputs: found)
+        with pytest.raises(NotCutError, match="relu_1 is such an output"):
+            gradient_nodes(fx.GraphModule(nn.Module(), graph))
 
 
 def test_the_program_reaches_arguments_what_was_returned_to_it_and_tangents() -> None:
