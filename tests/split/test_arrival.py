@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.split import state
-from ddpopt.split.arrival import OthersArrive, order_arrival
+from ddpopt.split.arrival import OthersArrive, final_places, order_arrival
 from ddpopt.split.cut import Cut, GraphText
 from tests.support.beside import Beside
 from tests.support.buckets import real_buckets
@@ -265,3 +266,12 @@ def test_a_graph_of_a_recomputation_stands_where_its_code_ran_in_the_forward(
     known.end_forward()
     later, earlier = known.arrival_around("5/1")
     assert (later, earlier) == ((p[2], p[1]), (p[0],))
+
+
+def test_a_gradient_is_final_behind_the_last_call_that_makes_it() -> None:
+    """Or from the start, if no call does; a parameter of a graph whose backward is later is not."""
+    facts: Any = SimpleNamespace(communicates=[False], gradients={0: (1, 3), 1: (), 2: (2,)})
+    arguments: Any = {10: 0, 11: 1, 12: 2}
+    assert final_places(facts, arguments, used_before={12}) == {10: 3, 11: -1}
+    facts.communicates = [True]  # then every rank counts it, whatever ran before there
+    assert final_places(facts, arguments, used_before={12}) == {10: 3, 11: -1, 12: 2}
