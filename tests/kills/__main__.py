@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--found-by", default="", help="again, those that tests of such a name found earlier"
     )
-    parser.add_argument("--tests", nargs="*", help="what pytest is to run, as a new test")
+    parser.add_argument("--tests", nargs="*", help="run these alone, such as a new one")
     parser.add_argument("--mutants", type=int, default=mutants.NUM_MUTANTS, help="how many")
     parser.add_argument("--own", action="store_true", help="run a fault's own tests alone")
     parser.add_argument("--again", action="store_true", help="also what has a result")
@@ -58,7 +58,10 @@ def main() -> int:
     elif not arguments.again:
         chosen = [fault for fault in chosen if fault.name not in found]
     if arguments.tests:
-        chosen = [dataclasses.replace(fault, tests=tuple(arguments.tests)) for fault in chosen]
+        chosen = [
+            dataclasses.replace(fault, tests=tuple(arguments.tests), has_all_tests=True)
+            for fault in chosen
+        ]
     until_s = time.monotonic() + 60 * arguments.minutes
     for name, outcome in try_all(chosen, arguments.jobs, not arguments.own, arguments.limit):
         found[name] = outcome

@@ -44,6 +44,7 @@ _TESTS_OF = {
     "planning/plan.py": ("tests/planning/test_plan.py", "tests/planning/test_malformed_plans.py"),
     "_torch/buckets.py": ("tests/_torch/test_ddp.py", "tests/test_reducer.py"),
     "checks/copies.py": (
+        "tests/checks/test_first_step.py",
         "tests/checks/test_verify.py",
         "tests/checks/test_promises.py",
         "tests/test_malformed_calls.py",
@@ -114,6 +115,8 @@ _TESTS_OF = {
 def own_tests(fault: Fault) -> list[str]:
     """The files that should find a fault."""
     found = list(fault.tests)
+    if fault.has_all_tests:
+        return found
     room, _, name = fault.module.rpartition("/")
     mirror = _TESTS / room / f"test_{name.removeprefix('_')}"
     found += _TESTS_OF.get(fault.module, _TESTS_OF.get(room, ()))

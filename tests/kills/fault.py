@@ -12,14 +12,15 @@ SOURCE = Path(__file__).parents[2] / "src" / "ddpopt"
 class Fault:
     """`name` is unique and stays while the changed line does. `module` is relative to the package.
 
-    `text` is the module's whole source with the fault. `tests` are files or tests to run first,
-    where the module's own are not those that should find it.
+    `text` is the module's whole source with the fault. `tests` are files or tests to run beside the
+    module's own, where these are not those that should find it; or, with `has_all_tests`, alone.
     """
 
     name: str
     module: str
     text: str
     tests: tuple[str, ...] = ()
+    has_all_tests: bool = False
 
 
 def read(module: str) -> str:
