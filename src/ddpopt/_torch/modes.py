@@ -188,6 +188,7 @@ def possible_hooks(ddp: DistributedDataParallel) -> list[CommHook]:
 
 def find_unknown_hook(ddp: DistributedDataParallel) -> str:
     """Say why it is not known which comm hook reduces gradients; "" if it is."""
+    # Several only if the module is a copy or was loaded: see `possible_hooks`.
     num_hooks = len(possible_hooks(ddp))
     if num_hooks < 2:
         return ""

@@ -253,6 +253,7 @@ class Change:
     def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
         """The `before`: how to make another Reducer with the buckets that the present one has."""
         ddp, buckets, arrivals = self._ddp, None, None
+        # A Reducer with sparse gradients does not tell its buckets before its first backward.
         if (asked := ask_buckets(ddp)) is not None:
             buckets = []
             for bucket in asked:

@@ -74,7 +74,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
 
     Whatever else goes wrong in the verification is logged, and training goes on.
     """
-    _is_settled.set(ddp, True)
+    _is_settled.set(ddp, True)  # also if verifying raises: it is not tried again in the next step
     try:
         outcome = verify(model, Batch(forward.arguments, forward.keywords))
     except (BrokenOffError, DisagreementError):

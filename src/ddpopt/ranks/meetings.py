@@ -108,6 +108,7 @@ def monitored_block(
                     "look at its log",
                 )
             raise
+        # `living` too, since a rank that has left, and does not watch the others, ends its signs.
         answer = _leave(store, own_sign, living)
     if answer != _GO:
         raise PeerError(f"{name}: {answer}")

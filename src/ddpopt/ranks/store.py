@@ -36,6 +36,7 @@ from ddpopt.errors import PeerError
 LONGEST_TEXT = 500  # characters of an error that other ranks get
 _RANKS_SHOWN = 8  # in a message
 _CONNECTING_S = 60.0  # the longest that connecting may take, unless more is allowed for a call
+# The longest `allowance_s`: a rank that has died never connects, and is not waited for longer.
 _LONGEST_ALLOWANCE_S = 300.0
 _PARTS_OF_LIMIT = 10  # in which an answer is waited for
 

@@ -273,7 +273,7 @@ def _return_tuple(section_graph: fx.GraphModule, call: fx.Node) -> None:
     """
     (output,) = section_graph.graph.find_nodes(op="output")
     if isinstance(output.args[0], tuple):
-        return
+        return  # it returns several, or none, which split_module makes an empty tuple
     output.args = ((output.args[0],),)
     section_graph.recompile()
     with call.graph.inserting_after(call):

@@ -155,7 +155,9 @@ def sets_mode(node: fx.Node) -> bool:
     return is_autocast or _torch.sets_grad_mode(name)
 
 
-IS_COPY = "ddpopt_is_copy"  # in the `meta` of a call of our own that passes on a value as it is
+# In the `meta` of a call of our own that passes on a value as it is. By this the proof takes the
+# two for one value.
+IS_COPY = "ddpopt_is_copy"
 
 
 # Not all releases have the tag for reductions.

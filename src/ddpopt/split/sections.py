@@ -583,9 +583,10 @@ def _ready_at(
 ) -> dict[Argument, Position]:
     """For each gradient that is in no part: behind which call of `order` it may be released.
 
-    Behind the call at that position the gradient exists, its argument is no longer read, and all
-    calls have run of which a hook on the gradient could tell. It is 0 for a gradient that waits for
-    no call.
+    `in_parts` are the gradients that the parts of buckets have (`_Part`). Behind the call at that
+    position the gradient exists, its argument is no longer read, and all calls have run that a hook
+    on the gradient could tell of or write the memory of: the observable calls whose places are in
+    front of its release. It is 0 for a gradient that waits for no call.
     """
     position_of = {call: position for position, call in numbered(Position, order)}
     # For each k: the position by which the first k observable calls, by their places, have run.

@@ -360,6 +360,7 @@ class DDPState:
     def _forget_code(self) -> None:
         """Make Dynamo give up what it compiled for the module, and compile anew.
 
+        `code` has Dynamo's cache entries of this module, so other modules of its class keep theirs.
         Where `rules` have changed, the guard on them does that too; but Dynamo would go on to count
         the code that the guard stops, and compile nothing more past its limit.
         """
