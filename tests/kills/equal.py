@@ -27,9 +27,13 @@ EQUAL: dict[str, str] = {
     'check_available=True) or "cpu"`: True becomes False': (
         "it differs where torch was built for GPUs that the machine lacks, and test_estimates fails"
     ),
-    "split/backward.py: `if all(source is other for source, other in sources.items()):`: all(source "
-    "is other for source, other in sources.items()) becomes False": (
+    "split/backward.py: `if all(source is other for source, other in sources.items()):`: "
+    "all(source is other for source, other in sources.items()) becomes False": (
         "a view of memory without a snapshot is made once more, by the same call"
+    ),
+    "split/backward.py: `is_empty = any(isinstance(size, int) and size == 0 for size in "
+    "tensor.shape)`: == becomes !=": (
+        "a snapshot with other strides: no call that is made again depends on these"
     ),
     "ranks/meetings.py: `if not answer and time.monotonic() >= next_look_s:`: >= becomes >": (
         "the first look comes one poll later"

@@ -175,16 +175,6 @@ class AppendsNothing(Layers):
         return checkpoint(run, x, use_reentrant=False)
 
 
-class ReadsByStrides(ShiftsSparsely):
-    """Each layer is made again in backward, and reads a buffer as it lies in memory."""
-
-    def step(self, k: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(layer(x) * torch.sigmoid(self.vectors(k).as_strided((SIZE,), (2,))))
-
-        return checkpoint(run, x, use_reentrant=False)
-
-
 class CheckpointedNorms(Layers):
     """Each layer is made again in backward, where its batch norm is given its running averages."""
 
@@ -269,10 +259,6 @@ CASES: dict[str, tuple[type[Layers], Callable[[Layers], None]]] = {
     "a hook writes an input that only forward has read": (ShiftsInput, _halve_given),
     "a hook writes a trained input that only forward has read": (ShiftsTrained, _halve_given),
     "a call that is made again reads a parameter and a buffer": (Checkpointed, lambda model: None),
-    "a call that is made again reads a buffer by its strides": (
-        ReadsByStrides,
-        lambda model: None,
-    ),
     "a call that is made again reads a buffer without elements": (
         AppendsNothing,
         lambda model: None,

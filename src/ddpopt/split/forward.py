@@ -142,7 +142,10 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):
         first_call = calls[start]
         with gm.graph.inserting_before(first_call):
-            clone = gm.graph.call_method("clone", (value,))
+            if _keeps_strides(_torch.dynamo_value(value)):
+                clone = gm.graph.call_method("clone", (value,))
+            else:
+                clone = gm.graph.call_function(clone_with_strides, (value,))
         section_of[clone] = section_of[first_call]
         _use_instead(clone, value, section_of, first=section_of[first_call])
     # A detach stands at the end of the section that makes its value, and so before the clones of
@@ -214,6 +217,29 @@ def _have_as_attributes(
         if not argument.users:  # no section that is yet to be changed takes it
             stitched.graph.erase_node(argument)
     section_graph.recompile()
+
+
+def _keeps_strides(tensor: Any) -> bool:
+    """Whether a clone of a tensor has the tensor's strides, as far as the tensor's type tells."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return True
+    # By their text: comparing symbolic sizes would have torch compile for these sizes alone.
+    return str(torch.empty_like(tensor).stride()) == str(tensor.stride())
+
+
+def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of a tensor that is a slice, or expanded, which `clone` would change.
+
+    What comes of a value depends on them: `reshape` returns a view or a copy, `as_strided` reads
+    by strides alone (splits.md, fault 20). Copied is the memory from the first element to the last.
+    """
+    if tensor.numel() == 0:
+        return tensor.clone()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    copied = tensor.as_strided((last + 1,), (1,)).clone()
+    return copied.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _use_instead(

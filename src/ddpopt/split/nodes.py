@@ -332,6 +332,8 @@ class WrittenMemory:
 
     values: list[ValueInMemory] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)  # the positions of calls, in order
+    # Whether `as_strided` reads it, which may read more of it than the values have.
+    is_read_by_strides: bool = False
 
 
 _MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
@@ -363,6 +365,9 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
             last_use = max((positions.get(user, len(calls)) for user in node.users), default=made)
             value = ValueInMemory(node, made, last_use)
             memory.setdefault(key, WrittenMemory()).values.append(value)
+        if name_of(node).startswith("as_strided"):
+            for key in itertools.chain(*map(keys_of, node.all_input_nodes)):
+                memory.setdefault(key, WrittenMemory()).is_read_by_strides = True
         for target in written_by(node):
             for key in keys_of(target):
                 memory.setdefault(key, WrittenMemory()).writes.append(made)
@@ -379,7 +384,8 @@ def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]
         3  z = v * y
 
     A section that gets `y` and `v` as two inputs would have to be told that they share memory. A
-    single value can cross, see `find_overwritten`. A span (first, last) includes both ends, and is
+    single value can cross, see `find_overwritten`; but not where `as_strided` reads the memory,
+    since the copy has no more of it than the value. A span (first, last) includes both ends, and is
     empty if first > last. `written` is what `find_written_memory` returned.
     """
     for memory in written:
@@ -389,6 +395,8 @@ def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]
             # its last use, and both from the last write.
             yield value.made + 1, min(value.last_use, earlier_last_use, memory.writes[-1])
             earlier_last_use = max(earlier_last_use, value.last_use)
+            if memory.is_read_by_strides:
+                yield value.made + 1, min(value.last_use, memory.writes[-1])
 
 
 def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, fx.Node]]:
