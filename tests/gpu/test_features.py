@@ -1,6 +1,7 @@
 """What people do with a GPU: each trains compiled beside eager, and both are equal.
 
-Models, autocast and loops are rows of `tests/system/scenarios`, which run on the device too.
+Layers, autocast and loops are rows of `tests/system/scenarios`, which run on the device too. Their
+models are 8 wide, which some of a GPU's kernels do not take: those here are wider.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
 from benchmarks.harness.network import Rate, connect, open_network
 from ddpopt.algorithms import attach
 from tests.gpu.conftest import Run
+from tests.gpu.models import Transformer, attend_flexibly
 from tests.support.algorithms import ALGORITHMS, flat_weights, optimizer_for
 from tests.support.models import WIDTH
-from tests.system.scenarios.architectures import Block, FlexTransformer, Transformer
-from tests.system.scenarios.scenario import momentum_sgd
 from tests.system.training.comparing import differences, lines_of, relative_error, within
 
 _CAP_MB = 0.03  # of a model of 64 columns: some buckets
@@ -66,6 +65,10 @@ class Trial:
         generator = torch.Generator().manual_seed(100 + self.rank)
         shape = (_NUM_STEPS, rows, WIDTH)
         return list(torch.randn(shape, generator=generator).to(self.device))
+
+
+def momentum_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,23 +176,8 @@ def _optimizer_in_backward(trial: Trial) -> str:
     return compare(trial, Training(model=Transformer, optimizer=no_optimizer))
 
 
-class _FlexBlock(Block):
-    """A block with gradients through the attention, which only GPUs have."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        attended = flex_attention(q, k, v, score_mod=lambda s, _b, _h, i, j: s - (i - j).abs())
-        assert isinstance(attended, torch.Tensor)
-        return attended
-
-
-class _FlexTransformer(Transformer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_FlexBlock() for _ in range(3))
-
-
 def _flex_attention(trial: Trial) -> str:
-    model = _FlexTransformer if trial.is_cuda else FlexTransformer
+    model = functools.partial(Transformer, attend_flexibly)
     note = "" if trial.is_cuda else "; projections frozen, as there is no backward on the CPU"
     # In eager DDP it compiles itself; the in-tree optimizer refuses caps under its first bucket.
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(_CAP_MB * 2**20)):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tests.support.ranks import RankError, Ranks
-from tests.system.scenarios.rows import ON_INDUCTOR, SCENARIOS
+from tests.system.scenarios.rows import ON_INDUCTOR, ROWS
 from tests.system.scenarios.running import Trained, run_row
 from tests.system.training.outcomes import (
     BOTH_RAISE,
@@ -43,7 +43,7 @@ _TABLE = re.compile(re.escape(_HEADER) + r"((?:\|.*\n)*)")
 
 def all_rows() -> list[tuple[str, str, str]]:
     """Return title, name and inner compiler of every row."""
-    rows = [(name, name, "aot_eager") for name in SCENARIOS]
+    rows = [(name, name, "aot_eager") for name in ROWS]
     return rows + [(f"{name}, Inductor", name, "inductor") for name in ON_INDUCTOR]
 
 
@@ -72,7 +72,7 @@ def _rows() -> Iterator[tuple[str, str]]:
     try:
         for title, name, inner in all_rows():
             cells = [_run(ranks, name, optimizer, inner) for optimizer in COLUMNS]
-            yield title, cells_of(cells, SCENARIOS[name]().note)
+            yield title, cells_of(cells, ROWS[name].note)
     finally:
         ranks.stop()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.system.compatibility import all_rows, documented_rows
-from tests.system.scenarios.modes import OF_SOME_RELEASES
+from tests.system.fuzzing.wrapping import OF_SOME_RELEASES
 
 
 @pytest.mark.quick

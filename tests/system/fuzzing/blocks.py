@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import prune
 
 from tests.support.backward_functions import NotesOwnSizeOfWeight, NotesSize
@@ -111,6 +112,23 @@ class Image(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.relu(self.widen(x.unflatten(1, (2, 2, WIDTH // 4))))
         return self.narrow(self.pool(wide)).flatten(1)
+
+
+class Images(Part):
+    """Convolutions with batch norms, added up in place; with channels last for odd choices."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.convs = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(2) for _ in range(2))
+        formats = (torch.contiguous_format, torch.channels_last)
+        self.memory_format = formats[self.choice % 2]
+        self.to(memory_format=self.memory_format)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(1, (2, 2, WIDTH // 4)).contiguous(memory_format=self.memory_format)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + F.relu(norm(conv(x)), inplace=True)
+        return x.flatten(1)
 
 
 class Norm(Part):
@@ -241,13 +259,48 @@ class Dropout(Part):
 
 
 class Attention(Part):
+    """Rows attend to rows: to all, to those before them, or also through their mean weight."""
+
     def make(self, earlier: list[nn.Linear]) -> None:
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        if self.choice % 3 == 2:
+            self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        else:
+            self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.mix(x).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.choice % 2 == 1)
-        return x + y.transpose(0, 1).flatten(1)
+        if self.choice % 3 == 2:
+            y, weights = self.attend(x, x, x)
+            return x + y * weights.mean()
+        # With a batch's dimension, of one: without, torch takes none of its kernels.
+        q, k, v = self.mix(x).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)[:, None]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.choice % 3 == 1)
+        return x + self.out(y[0].transpose(0, 1).flatten(1))
+
+
+class Flex(Part):
+    """`flex_attention`, which has no backward on the CPU: what is trained comes after it."""
+
+    _HEAD = 16  # columns of a head, the least that it takes on a GPU
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.mix = nn.Linear(WIDTH, 6 * self._HEAD).requires_grad_(False)
+        self.out = nn.Linear(2 * self._HEAD, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x.detach()).unflatten(-1, (3, 2, -1)).permute(1, 2, 0, 3)[:, None]
+        y = flex_attention(q, k, v, score_mod=lambda score, _b, _h, i, j: score - (i - j).abs())
+        return x + self.out(y[0].transpose(0, 1).flatten(1))
+
+
+class Conditional(Part):
+    """`torch.cond`, with a layer in each branch."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.one, self.other
+        return torch.cond(x.sum() > 0, lambda y: one(y).sin(), lambda y: other(y).cos(), (x,))
 
 
 class Cell(Part):
@@ -263,12 +316,14 @@ class Recurrent(Part):
 
     def make(self, earlier: list[nn.Linear]) -> None:
         width = WIDTH // 2
-        if self.choice % 3 == 0:
+        if self.choice % 4 == 0:
             self.layer = nn.GRU(width, width, num_layers=2, batch_first=True)
-        elif self.choice % 3 == 1:
+        elif self.choice % 4 == 1:
             self.layer = nn.RNN(width, width // 2, bidirectional=True, batch_first=True)
-        else:  # torch.compile cannot have an nn.LSTM that trains on CPUs (2.13)
+        elif self.choice % 4 == 2:
             self.layer = nn.LSTMCell(width, width)
+        else:
+            self.layer = nn.LSTM(width, width, num_layers=2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         halves = x.unflatten(1, (2, WIDTH // 2))
@@ -327,6 +382,53 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         return gradient * weight * 0.5, (gradient * x).sum(0)
+
+
+class _Product(torch.autograd.Function):
+    """Two results, of which the second does not depend on the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        return x @ weight, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, weight = ctx.saved_tensors
+        of_product, of_double = gradients
+        return of_product @ weight.t() + 2 * of_double, x.t() @ of_product
+
+
+@torch.library.custom_op("fuzzing::product", mutates_args=())
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+_product.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]))
+_product.register_autograd(
+    lambda ctx, gradient: _Product.backward(ctx, gradient, torch.zeros_like(ctx.saved_tensors[0])),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("fuzzing::add_sum", mutates_args=("total",))
+def _add_sum(x: torch.Tensor, total: torch.Tensor) -> None:
+    total.add_(x.sum())
+
+
+class Operator(Part):
+    """A custom operator with a gradient; for odd choices, one that writes a buffer as well."""
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(_product(x, self.layer.weight) + self.layer.bias)
+        if self.choice % 2:
+            _add_sum(y.detach(), self.total)
+            y = y + (self.total.mean() / 4).to(y.dtype)
+        return y
 
 
 class Complex(Part):
@@ -423,12 +525,16 @@ class Strided(Part):
 
 
 class Function(Part):
-    """An autograd function of the user's, whose gradient is not the formula's."""
+    """An autograd function of the user's: one whose gradient is not the formula's, or of two."""
 
     def make(self, earlier: list[nn.Linear]) -> None:
-        self.weight = nn.Parameter(torch.randn(WIDTH))
+        shape = (WIDTH, WIDTH) if self.choice % 2 else (WIDTH,)
+        self.weight = nn.Parameter(torch.randn(shape) / len(shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.choice % 2:
+            product, double = _Product.apply(x, self.weight)
+            return torch.tanh(product) + double
         return _Scaled.apply(x, self.weight)
 
 

@@ -63,7 +63,7 @@ class Model(nn.Module):
             self.second_last = nn.Linear(WIDTH, WIDTH)
         self.order = [str(i) for i in range(len(made))]
         self.case = case
-        self.run = _RUNS[case.regions]
+        self.run = RUNS[case.regions]
 
     def forward(self, x: Any) -> Any:
         beside = None
@@ -72,8 +72,10 @@ class Model(nn.Module):
         elif isinstance(x, list):
             x = x[0]
         given = x
-        if self.case.is_input_mutated:
+        if self.case.input_writes:
+            late = x.clone() if self.case.input_writes == "both" else x
             x.mul_(0.5)
+            x = late
         hidden = torch.tanh(self.first(x.float()))
         if beside is not None:
             hidden = hidden + subclasses.used(self.first, beside)
@@ -90,12 +92,23 @@ class Model(nn.Module):
             more["parameter"] = self.first.bias
         if "parameter view" in more:
             more["parameter view"] = self.first.weight[:2].t()
+        if self.case.input_writes == "both":
+            given[0] = 2.0
+            x = x + given.float()
         if "beside" in more:
             more["beside"] = None if beside is None else (beside, beside * 2)
         return _contain(self.case.container, x, more)
 
+    def begin_step(self, step: int) -> None:
+        if self.case.regions == "later" and step == max(1, self.case.num_steps - 2):
+            self.run = _run_in_checkpoint
+
     def compile_regions(self, compile_: Callable[[Any], Any]) -> None:
-        """Compile each region as `region.compile` does."""
+        """Compile each region as `region.compile` does, or one function that runs any of them."""
+        if self.case.regions == "function":
+            compiled = compile_(_run_plainly)
+            self.run = lambda block, x: checkpoint(compiled, block, x, use_reentrant=False)
+            return
         for region in self.blocks.values():
             region._compiled_call_impl = compile_(region._call_impl)
 
@@ -108,14 +121,29 @@ def _run_in_checkpoint(block: nn.Module, x: torch.Tensor) -> Any:
     return checkpoint(block.__call__, x, use_reentrant=False)
 
 
+def _run_in_unchecked(block: nn.Module, x: torch.Tensor) -> Any:
+    return checkpoint(block.__call__, x, use_reentrant=False, determinism_check="none")
+
+
+def _run_in_two(block: nn.Module, x: torch.Tensor) -> Any:
+    def run(y: torch.Tensor) -> Any:
+        return checkpoint(block.__call__, y.sin(), use_reentrant=False).cos()
+
+    return checkpoint(run, x, use_reentrant=False)
+
+
 def _run_in_reentrant_checkpoint(block: nn.Module, x: torch.Tensor) -> Any:
     return checkpoint(block.__call__, x, use_reentrant=True)
 
 
-_RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+RUNS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "": _run_plainly,
     "plain": _run_plainly,
     "checkpoint": _run_in_checkpoint,
+    "unchecked": _run_in_unchecked,
+    "nested": _run_in_two,
+    "later": _run_plainly,  # in a checkpoint from the last step but one on
+    "function": _run_in_checkpoint,  # one compiled function for all
     "reentrant": _run_in_reentrant_checkpoint,
 }
 
@@ -138,7 +166,7 @@ _OF_RESULT: dict[str, Callable[[torch.Tensor], Any]] = {
     "empty": lambda x: x[:0],
     "expanded": lambda x: x[:, :1].expand(-1, 4),
     "mask": lambda x: x > 0,
-    "constant": lambda _x: torch.ones(2),
+    "constant": lambda x: torch.ones(2, device=x.device),
     "complex": lambda x: torch.complex(x, x * 2),
     "jagged": subclasses.jagged,
     "pair": lambda x: subclasses.pair(x, x * 2),

@@ -16,7 +16,8 @@ from tests.support.ranks import Ranks
 from tests.system.campaigns.planted import planting
 from tests.system.fuzzing.codes import CodeChecks, checking_code
 from tests.system.fuzzing.spec import Case
-from tests.system.fuzzing.training import Compile, train
+from tests.system.fuzzing.training import train
+from tests.system.fuzzing.wrapping import Compile
 from tests.system.training.comparing import TOLERANCES, lines_of, relative_error, within
 from tests.system.training.outcomes import (
     AS_EXACT,
@@ -48,10 +49,8 @@ def run_case(ranks: Ranks, case: Case, plant: str = "", *, checks_code: bool = F
 
 def check(rank: int, case: Case, plant: str, checks_code: bool = False) -> Finding:
     """Train a case eagerly and compiled, and compare; on all ranks at once."""
-    # Inductor's own random numbers are others where a graph is cut. Dynamo takes recurrent layers
-    # for what cannot be compiled, unless it is told otherwise.
-    allows_layers = torch._dynamo.config.patch(allow_rnn=True)
-    with quietly(), _torch.drawing_as_eager(), allows_layers:
+    # Inductor's own random numbers are others where a graph is cut.
+    with quietly(), _torch.drawing_as_eager():
         if not checks_code:
             return _check(rank, case, plant)
         with checking_code() as checks:
@@ -64,7 +63,7 @@ def check(rank: int, case: Case, plant: str, checks_code: bool = False) -> Findi
 
 
 def _check(rank: int, case: Case, plant: str, checks: CodeChecks | None = None) -> Finding:
-    eager = _attempt(case, rank, lambda module: module)
+    eager = _attempt(case, rank, lambda module, **_: module)
     train_ours = functools.partial(
         _attempt, case, rank, functools.partial(compiled, inner=case.inner, split=case.split)
     )
@@ -96,7 +95,7 @@ def _check(rank: int, case: Case, plant: str, checks: CodeChecks | None = None) 
         if without.outcome == AS_UNSPLIT:
             return dataclasses.replace(finding, outcome=AS_UNSPLIT)
     if "bfloat16" in case.dtypes:
-        exact = _attempt(case.in_double(), rank, lambda module: module)
+        exact = _attempt(case.in_double(), rank, lambda module, **_: module)
         if not exact.raised_anywhere and not anywhere(not _are_as_near(ours, eager, exact)):
             return dataclasses.replace(finding, outcome=AS_EXACT)
     return finding

@@ -37,7 +37,7 @@ def _counted(x: torch.Tensor, name: str) -> torch.Tensor:
 @torch.library.custom_op("fuzzing::noisy", mutates_args=())
 def _noisy(x: torch.Tensor, name: str) -> torch.Tensor:
     calls.append(name)
-    return x + torch.rand(x.shape).to(x.dtype)
+    return x + torch.rand(x.shape).to(x)
 
 
 @torch.library.custom_op("fuzzing::ordered", mutates_args=())
@@ -69,7 +69,8 @@ def _run(kind: str, x: torch.Tensor, name: str) -> torch.Tensor:
         torch.ops.fuzzing.told(x, name)
         return x * 2
     wide = x.float()  # torch checks what it inverts, and has registered that as an effect
-    return (wide @ torch.linalg.inv(wide.t() @ wide + torch.eye(WIDTH))).to(x.dtype)
+    eye = torch.eye(WIDTH, device=x.device)
+    return (wide @ torch.linalg.inv(wide.t() @ wide + eye)).to(x.dtype)
 
 
 class _Effect(torch.autograd.Function):
@@ -107,7 +108,7 @@ class Linalg(Part):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = self.weight.float()
-        matrix = wide @ wide.t() + torch.eye(WIDTH)
+        matrix = wide @ wide.t() + torch.eye(WIDTH, device=x.device)
         if self.choice % 3 == 0:
             y = x.float() @ torch.linalg.inv(matrix)
         elif self.choice % 3 == 1:

@@ -27,6 +27,40 @@ class Parallel(Part):
         return torch.tanh(sum([module(x.to(module.dtype)) for module in self.inner], start=x * 0.5))
 
 
+class Early(Part):
+    """Something made early, and used once the inner blocks have run.
+
+    Halves and a maximum with its places, a size, a sum, or numbers that are read from a tensor.
+    """
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        if self.choice % 3 == 1:
+            self.position = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.choice % 3 == 0:
+            left, right = y.chunk(2, dim=1)
+            half, top = left.shape[1], right.max(dim=1)
+            z = self.run_inner(y)
+            return torch.cat([z[:, :half] * left, right], dim=1) + top.values[:, None]
+        if self.choice % 3 == 1:
+            batch, time, width = y.repeat(3, 1).unflatten(0, (-1, 3)).shape
+            z = self.run_inner(y.repeat(3, 1).reshape(batch * time, width)).to(x.dtype)
+            return (z.view(batch, time, width) + self.position).mean(1)
+        total, count = y.sum(), y.shape[0]
+        return torch.tanh(self.run_inner(y) + total / (count * WIDTH)) * total.tanh()
+
+
+class Numbers(Part):
+    """Numbers that are read from a tensor early, and used once the inner blocks have run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, positive, rows = x.mean().item(), (x > 0).sum().item(), x.shape[0]
+        return self.run_inner(x) * (1 + scale) * (positive / rows)
+
+
 class Chunk(Part):
     """Gives each inner block the same rows, and takes columns of each."""
 
@@ -35,17 +69,21 @@ class Chunk(Part):
         return torch.cat([right, left * x[:, : WIDTH // 2]], dim=1)
 
 
-def _save_products(_context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+def _save_products(
+    other: CheckpointPolicy, _context: Any, op: Any, *_: Any, **__: Any
+) -> CheckpointPolicy:
     is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_product else other
 
 
 class Checkpoint(Part):
-    """Selective for odd choices."""
+    """Selective for odd choices: saves products, and may recompute, or has to, all else."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.choice % 2:
-            contexts = functools.partial(create_selective_checkpoint_contexts, _save_products)
+            others = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+            policy = functools.partial(_save_products, others[self.choice // 2 % 2])
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
             return checkpoint(self.run_inner, x, use_reentrant=False, context_fn=contexts)
         return checkpoint(self.run_inner, x, use_reentrant=False)
 
@@ -73,7 +111,7 @@ class Hooked(Part):
 
 class Autocast(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return self.run_inner(x).to(x.dtype)
 
 
@@ -87,6 +125,33 @@ class NoGrad(Part):
         with torch.no_grad():
             y = self.run_inner(x)
         return x + y
+
+
+class Broken(Part):
+    """Ends Dynamo's graph between two inner blocks, in one frame, so there are graphs of several.
+
+    A break within a loop, as of blocks among others, has Dynamo compile each of them by itself.
+    """
+
+    def make(self, earlier: list[nn.Linear]) -> None:
+        self.layer = nn.LSTM(WIDTH, WIDTH) if self.choice % 3 == 2 else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = len(self.inner) // 2
+        for module in self.inner[:half]:
+            x = module(x.to(module.dtype))
+        x = x.to(self.dtype)
+        if self.choice % 3 == 0:
+            x = self.layer(x)
+            torch._dynamo.graph_break()
+        elif self.choice % 3 == 1:
+            x = self.layer(x) if x.sum() > 0 else -self.layer(x * 0.5)
+        else:  # it ends a graph too, unless Dynamo's flag allows it
+            y, (hidden, _) = self.layer(x)
+            x = y + hidden[-1]
+        for module in self.inner[half:]:
+            x = module(x.to(module.dtype))
+        return x
 
 
 class Break(Part):
@@ -117,6 +182,7 @@ KINDS: dict[str, type[Part]] = {
     "tied": blocks.Tied,
     "convolution": blocks.Convolution,
     "image": blocks.Image,
+    "images": blocks.Images,
     "norm": blocks.Norm,
     "batchnorm": blocks.BatchNorm,
     "embedding": blocks.Embedding,
@@ -128,6 +194,9 @@ KINDS: dict[str, type[Part]] = {
     "inplace": blocks.InPlace,
     "dropout": blocks.Dropout,
     "attention": blocks.Attention,
+    "flex": blocks.Flex,
+    "conditional": blocks.Conditional,
+    "operator": blocks.Operator,
     "cell": blocks.Cell,
     "recurrent": blocks.Recurrent,
     "complex": blocks.Complex,
@@ -138,6 +207,7 @@ KINDS: dict[str, type[Part]] = {
     "sorted": blocks.Sorted,
     "function": blocks.Function,
     "break": Break,
+    "broken": Broken,
     "unused": blocks.Unused,
     "detached": blocks.Detached,
     "choose": blocks.Choose,
@@ -148,6 +218,8 @@ KINDS: dict[str, type[Part]] = {
     "residual": Residual,
     "parallel": Parallel,
     "chunk": Chunk,
+    "early": Early,
+    "numbers": Numbers,
     "checkpoint": Checkpoint,
     "hooked": Hooked,
     "autocast": Autocast,

@@ -15,7 +15,7 @@ from tests.system.campaigns.source import source_of
 DTYPES = ("float32", "float64", "bfloat16")
 
 # What runs around other blocks.
-AROUND = ("residual", "parallel", "chunk", "checkpoint", "autocast", "no_grad")
+AROUND = ("residual", "parallel", "chunk", "early", "numbers", "checkpoint", "autocast", "no_grad")
 # What some parameters of take no part in backward, in some steps or on some ranks.
 PARTLY_UNUSED = ("unused", "detached", "choose")
 # What is frozen in a step of what was not when DDP was made: every other parameter, or all;
@@ -57,16 +57,18 @@ class Case:
     """One model, and how it is trained.
 
     `batches` are the sizes of the batches of each step; all but a step's last run under `no_sync`.
-    `outputs` are returned beside the main one, in a `container`. `hooks` are put on parameters.
-    `cap_bytes` is DDP's `bucket_cap_mb` in bytes, None for its default. `regions` has two
-    blocks each compiled in place, and nothing else: "plain", or in a "checkpoint", or in a
-    "reentrant" one. `freezes` and `extras` have an item a step, or none. `copied` is how the DDP
-    module is copied after the first step, to train the copy from then on: "deepcopy", "pickle", or
-    "" for not at all. `more_rows` is how many rows rank 1 has more in each step. `delayed` and
-    `ignored` are the parameters that DDP delays, or leaves alone: "last" for those of the last
-    layer, "most" for those of the blocks too. With `has_heads` each micro-batch of a step trains
-    another last layer, with `has_second` each step trains a second model of the same class as
-    well, and with `runs_backward_inside` what is compiled is a function that runs forward and
+    `outputs` are returned beside the main one, in a `container`. The model writes to its input
+    "first", or at "both" ends. `hooks` are put on parameters. `cap_bytes` is DDP's `bucket_cap_mb`
+    in bytes, None for its default. `more_options`, `comm_hook` and `wrapping` are listed in
+    `wrapping.py`. `regions` has two blocks each compiled in place, and nothing else, run as
+    `building.py` lists. `dynamo_flags` are those of Dynamo's configuration that are on. `freezes`
+    and `extras` have an item a step, or none. `copied` is how the DDP module is copied after the
+    first step, to train the copy from then on: "deepcopy", "pickle", or "" for not at all.
+    `more_rows` is how many rows rank 1 has more in each step. `delayed` and `ignored` are the
+    parameters that DDP delays, or leaves alone: "last" for those of the last layer, "most" for
+    those of the blocks too. With `has_heads` each micro-batch of a step trains another last layer,
+    with `has_second` each step trains a second model of the same class as well, which may have one
+    bucket, and with `runs_backward_inside` what is compiled is a function that runs forward and
     backward. The last fields are what `loops.py` lists of optimizers and of loops.
     """
 
@@ -78,7 +80,7 @@ class Case:
     feed: str = "positional"
     input_dtype: str = "float32"
     is_input_trained: bool = False
-    is_input_mutated: bool = False
+    input_writes: str = ""
     is_registered_in_reverse: bool = False
     hooks: tuple[str, ...] = ()
     momentum: bool = False
@@ -89,8 +91,13 @@ class Case:
     find_unused: bool = False
     bucket_view: bool = False
     broadcasts_buffers: bool = True
+    more_options: tuple[str, ...] = ()
+    comm_hook: str = ""
+    wrapping: str = ""
     compiles_inside: bool = False
+    fullgraph: bool = False
     regions: str = ""
+    dynamo_flags: tuple[str, ...] = ("allow_rnn",)
     split: str = "backward"
     inner: str = "aot_eager"
     freezes: tuple[str, ...] = ()
@@ -101,6 +108,7 @@ class Case:
     ignored: str = ""
     has_heads: bool = False
     has_second: bool = False
+    second_has_one_bucket: bool = False
     runs_backward_inside: bool = False
     optimizer: str = "SGD"
     arrangement: str = ""
@@ -121,7 +129,7 @@ class Case:
     def dtypes(self) -> set[str]:
         """The dtypes in which the case computes."""
         dtypes = {block.dtype for block in self.all_blocks()} | {self.input_dtype, "float32"}
-        if any(block.kind == "autocast" for block in self.all_blocks()):
+        if "autocast" in {*self.actions, *(block.kind for block in self.all_blocks())}:
             dtypes.add("bfloat16")
         return dtypes
 
@@ -138,7 +146,9 @@ class Case:
         found |= {f"step frozen {how}" for how in self.freezes if how}
         found |= {f"extra forward {how}" for how in self.extras if how}
         found |= {f"loop {action}" for action in self.actions}
-        for name in ("copied", "delayed", "ignored", "arrangement"):
+        found |= {f"option {name}" for name in self.more_options}
+        named = ("copied", "delayed", "ignored", "arrangement")
+        for name in (*named, "wrapping", "comm_hook", "input_writes"):
             found |= {f"{name} {getattr(self, name)}"} if getattr(self, name) else set()
         found |= {"another batch size on another rank"} if any(self.more_rows) else set()
         for name in ("container", "feed", "regions", "split", "inner", "optimizer"):

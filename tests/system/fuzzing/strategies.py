@@ -11,17 +11,25 @@ import hypothesis
 from hypothesis import strategies as st
 
 from tests.system.campaigns.campaign import one_example
+from tests.system.fuzzing.building import RUNS
 from tests.system.fuzzing.loops import ACTIONS, ARRANGEMENTS, OPTIMIZERS
 from tests.system.fuzzing.spec import AROUND, DTYPES, EXTRAS, FREEZES, PARTLY_UNUSED, Block, Case
+from tests.system.fuzzing.wrapping import OPTIONS, WRAPPINGS
 
 # Without state that a second run in backward would change once more, and without graph breaks.
-PURE = ("linear", "norm", "scalar", "attention", "dropout", "inplace", "function", "flat", "sorted")
+PURE = (
+    *("linear", "norm", "scalar", "attention", "dropout", "inplace", "function", "flat"),
+    *("sorted", "flex"),
+)
 PLAIN = (
     *PURE,
     "again",
     "tied",
     "convolution",
     "image",
+    "images",
+    "operator",
+    "conditional",
     "batchnorm",
     "embedding",
     "empty",
@@ -37,8 +45,12 @@ PLAIN = (
 )
 EFFECTS = ("counted", "noisy", "ordered", "told", "checked", "linalg", "linalg")
 COLLECTIVES = ("collective", "statistics")
-_HOOKS = (("gradient",), ("accumulated",), ("writing",))
-BREAKS = ("break", "hooked")  # each makes some graphs more, so there is one a case at most
+_HOOKS = (("gradient",), ("accumulated",), ("halving",), ("writing",))
+BREAKS = (
+    "break",
+    "broken",
+    "hooked",
+)  # each makes some graphs more, so there is one a case at most
 _IN_CHECKPOINT = (*PURE, "again", "tied", "convolution", "image", "embedding")
 _DTYPES = (DTYPES[0], *DTYPES)  # half of all blocks are of float32
 OUTPUTS = (
@@ -67,7 +79,7 @@ OUTPUTS = (
 )
 SUBCLASSES = ("subclass", "jagged", "pair")
 CONTAINERS = ("tuple", "list", "dict", "nested", "dataclass")
-REGIONS = ("plain", "checkpoint", "checkpoint", "reentrant")
+REGIONS = (*("plain", "checkpoint", "checkpoint"), *filter(None, RUNS))
 FEEDS = ("positional", "positional", "positional", "keyword", "dict", "list", *SUBCLASSES)
 CAPS_BYTES = (200, 300, 600, 200, 300, 800, None)
 
@@ -84,10 +96,12 @@ def blocks(draw: st.DrawFn, kinds: tuple[str, ...], depth: int) -> Block:
     kind = draw(st.sampled_from(AROUND if is_around else kinds))
     within = _IN_CHECKPOINT if kind == "checkpoint" else kinds
     inner = blocks(within, 0 if kind == "checkpoint" else depth - 1) if is_around else st.nothing()
+    # There is no compiled LSTM of bfloat16 on the CPU.
+    dtypes = _DTYPES[:-1] if kind in ("recurrent", "broken") else _DTYPES
     return Block(
         kind=kind,
         choice=draw(st.integers(0, 5)),
-        dtype=draw(st.sampled_from(_DTYPES)),
+        dtype=draw(st.sampled_from(dtypes)),
         frozen=draw(st.sampled_from(("", "", "", "", "weight", "all"))),
         inner=tuple(draw(st.lists(inner, min_size=1, max_size=3))) if is_around else (),
     )
@@ -105,7 +119,11 @@ def cases(draw: st.DrawFn) -> Case:
         # With other layers in backward, ranks would not communicate in one order.
         may_choose = may_be_unused and not communicates
         kinds = BREAKS + (PARTLY_UNUSED[2:] * 2 if may_choose else ())
-        drawn.insert(draw(st.integers(0, len(drawn))), draw(blocks(kinds, 0)))
+        break_ = draw(blocks(kinds, 0))
+        if break_.kind == "broken":
+            drawn = [dataclasses.replace(break_, inner=tuple(drawn))]
+        else:
+            drawn.insert(draw(st.integers(0, len(drawn))), break_)
     has_outputs = draw(st.booleans())
     outputs = st.lists(st.sampled_from(OUTPUTS), min_size=1, max_size=4, unique=True)
     case = Case(
@@ -117,7 +135,7 @@ def cases(draw: st.DrawFn) -> Case:
         feed=draw(st.sampled_from(FEEDS)),
         input_dtype=draw(st.sampled_from(_DTYPES)),
         is_input_trained=draw(_sometimes(4)),
-        is_input_mutated=draw(_sometimes(6)),
+        input_writes=draw(st.sampled_from((*[""] * 9, "first", "both"))),
         is_registered_in_reverse=draw(_sometimes(4)),
         hooks=draw(st.sampled_from(((), (), (), *_HOOKS))),
         momentum=draw(st.booleans()),
@@ -128,7 +146,11 @@ def cases(draw: st.DrawFn) -> Case:
         find_unused=may_be_unused or draw(_sometimes(6)),
         bucket_view=draw(_sometimes(3)),
         broadcasts_buffers=not draw(_sometimes(4)),
+        more_options=tuple(name for name in OPTIONS if draw(_sometimes(6))),
+        comm_hook="fp16" if draw(_sometimes(8)) else "",
+        wrapping=draw(st.sampled_from(WRAPPINGS)) if draw(_sometimes(6)) else "",
         compiles_inside=draw(_sometimes(4)),
+        fullgraph=draw(_sometimes(6)),
         regions=draw(st.sampled_from(REGIONS)) if draw(_sometimes(4)) else "",
         split=draw(st.sampled_from(("auto", "forward"))),
         inner=draw(st.sampled_from(("aot_eager", "aot_eager", "aot_eager", "eager"))),
@@ -140,6 +162,7 @@ def cases(draw: st.DrawFn) -> Case:
         ignored=draw(st.sampled_from((*[""] * 10, "last", "most"))),
         has_heads=draw(_sometimes(6)),
         has_second=draw(_sometimes(6)),
+        second_has_one_bucket=draw(_sometimes(3)),
         runs_backward_inside=draw(_sometimes(6)),
     )
     if draw(_sometimes(4)):
@@ -182,7 +205,10 @@ def _possible(case: Case) -> Case:
     """Change what eager DDP is known to refuse."""
     kinds = {block.kind for block in case.all_blocks()}
     if case.regions:
-        case = dataclasses.replace(case, compiles_inside=False)
+        case = dataclasses.replace(case, compiles_inside=False, wrapping="")
+    if "numbers" in kinds:
+        case = dataclasses.replace(case, dynamo_flags=("allow_rnn", "capture_scalar_outputs"))
+    case = _possible_wrapping(case, kinds)
     if any(case.freezes):
         case = dataclasses.replace(case, static_graph=False)
     if case.find_unused:  # it would have all reduced at once, in a backward that does not come
@@ -199,11 +225,48 @@ def _possible(case: Case) -> Case:
     if "noted" in kinds:  # hooks of tensors are not copied
         case = dataclasses.replace(case, copied="")
     if case.copied:
-        case = dataclasses.replace(case, hooks=(), delayed="")
-    if case.copied == "pickle" and (case.compiles_inside or kinds & {"hooked", "parametrized"}):
+        case = dataclasses.replace(case, hooks=(), delayed="", comm_hook="")
+    is_bound = case.compiles_inside or case.regions == "function"
+    if case.copied == "pickle" and (is_bound or kinds & {"hooked", "parametrized"}):
         case = dataclasses.replace(case, copied="deepcopy")
     case = _possible_ways(case)
     return _possible_in_ddp(_possible_in_loops(case, kinds), kinds)
+
+
+def _possible_wrapping(case: Case, kinds: set[str]) -> Case:
+    """Change what cannot be around a DDP module, or in it."""
+    # Dynamo cannot have all of DDP's own forward in one graph.
+    is_whole = case.compiles_inside and not kinds & {*BREAKS, "choose", *EFFECTS}
+    case = dataclasses.replace(case, fullgraph=case.fullgraph and is_whole)
+    if not case.has_second:
+        case = dataclasses.replace(case, second_has_one_bucket=False)
+    if kinds & {*PARTLY_UNUSED}:
+        case = dataclasses.replace(case, wrapping="")
+    if not case.wrapping:
+        return case
+    case = dataclasses.replace(
+        case,
+        compiles_inside=False,
+        runs_backward_inside=False,
+        copied="",
+        delayed="",
+        ignored="",
+        has_heads=False,
+        fullgraph=False,
+        find_unused=False,
+        static_graph=False,
+    )
+    # Forward runs again in a checkpoint, and `replicate` has no `no_sync`.
+    is_pure = kinds <= {*_IN_CHECKPOINT, "residual", "parallel", "chunk", "early"}
+    if case.wrapping == "checkpoint" and not is_pure:
+        return dataclasses.replace(case, wrapping="")
+    if case.wrapping == "replicate":
+        extras = tuple("" if how == "no_sync" else how for how in case.extras)
+        batches = tuple(sizes[:1] for sizes in case.batches)
+        return dataclasses.replace(case, extras=extras, batches=batches)
+    if case.wrapping == "nested" and not case.blocks:
+        return dataclasses.replace(case, wrapping="")
+    return case
 
 
 def _possible_ways(case: Case) -> Case:
@@ -221,6 +284,8 @@ def _possible_ways(case: Case) -> Case:
     if case.runs_backward_inside:  # which is of the model's output, and of nothing else
         extras = tuple("" if how == "no_sync" else how for how in case.extras)
         case = dataclasses.replace(case, arrangement="", extras=extras, is_input_trained=False)
+        own_backwards = ("two forwards", "scale", "some first", "twice")
+        case = dataclasses.replace(case, actions=_without(case, *own_backwards))
     return case
 
 
@@ -242,7 +307,7 @@ def _possible_in_loops(case: Case, kinds: set[str]) -> Case:
         case = dataclasses.replace(case, copied="", actions=_without(case, "ema", "copy"))
     if case.copied:  # the encoder is not
         case = dataclasses.replace(case, arrangement="")
-    if case.arrangement == "encoder":
+    if case.arrangement.endswith("encoder"):
         # A rank's forward alone may rebuild one module's buckets, and then another module's.
         case = dataclasses.replace(case, extras=())
     # Sums of squares are rounded otherwise, and most optimizers make an update of any size of a
@@ -258,7 +323,7 @@ def _without(case: Case, *actions: str) -> tuple[str, ...]:
 
 def _possible_in_ddp(case: Case, kinds: set[str]) -> Case:
     if case.is_input_trained:  # autograd refuses writes to a leaf
-        case = dataclasses.replace(case, is_input_mutated=False)
+        case = dataclasses.replace(case, input_writes="")
     if "choose" in kinds:
         case = dataclasses.replace(case, static_graph=False)
     if case.regions == "reentrant":  # DDP takes them for parameters that are ready twice

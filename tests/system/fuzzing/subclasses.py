@@ -47,7 +47,7 @@ def unpair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def jagged(x: torch.Tensor) -> torch.Tensor:
     """Return a nested tensor of two: the first row, and the others."""
-    offsets = torch.tensor([0, 1, x.shape[0]])
+    offsets = torch.tensor([0, 1, x.shape[0]], device=x.device)
     return torch.nested.nested_tensor_from_jagged(x, offsets)
 
 

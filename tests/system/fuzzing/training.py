@@ -16,24 +16,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
+from tests.support.device import DEVICE
 from tests.system.fuzzing import effects, loops, subclasses
 from tests.system.fuzzing.blocks import WIDTH, Noted
 from tests.system.fuzzing.building import Model, main_of
 from tests.system.fuzzing.loops import Loop
 from tests.system.fuzzing.spec import Case
+from tests.system.fuzzing.wrapping import Compile, compile_ddp, module_of, term, wrap
 from tests.system.training.running import Notes
-
-Compile = Callable[[nn.Module], Any]
 
 
 class _Training(NamedTuple):
-    """A DDP module, what is called in its place, its parameters by name, and the loop's rest.
+    """A DDP module (or what is replicated), what is called in its place, and the loop's rest.
 
     `written` is what "writing" hooks write: the buffers, and each micro-batch's outputs and their
     gradients.
     """
 
-    ddp: DistributedDataParallel
+    ddp: Any
     forward: Callable[..., Any]
     named: dict[str, nn.Parameter]
     loop: Loop
@@ -47,90 +47,139 @@ def _reduce_delayed(ddp: DistributedDataParallel, gradient: torch.Tensor) -> tor
     return gradient
 
 
-@mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_delayed)
 def train(
     case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
-) -> tuple[Notes, DistributedDataParallel]:
-    """Train for the steps of a case."""
+) -> tuple[Notes, nn.Module]:
+    """Train for the steps of a case; return what can be compared, and all that DDP reduces."""
+    first_bytes = case.cap_bytes or dist._DEFAULT_FIRST_BUCKET_BYTES
+    with (
+        torch._dynamo.config.patch(dict.fromkeys(case.dynamo_flags, True)),
+        # Dynamo's own optimizer of DDP refuses caps under that of its first bucket, 1 MiB. It is at
+        # work in eager DDP too, where torch.cond and flex_attention compile themselves.
+        mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", first_bytes),
+        mock.patch.object(DistributedDataParallel, "_delayed_all_reduce_hook", _reduce_delayed),
+    ):
+        return _train(case, rank, compile_, group)
+
+
+def _train(
+    case: Case, rank: int, compile_: Compile, group: dist.ProcessGroup
+) -> tuple[Notes, nn.Module]:
+    if case.fullgraph:
+        compile_ = functools.partial(compile_, fullgraph=True)
     torch._dynamo.reset()
     # torch 2.13: of its own accord it refuses them, in the first call of what AOTAutograd made.
     torch._functorch.config.check_custom_op_aliasing = case.feed != "subclass"
     effects.begin(group)
     torch.manual_seed(case.seed)
     training, reduced = _make(case, compile_, group)
-    second = _make(case, compile_, group)[0] if case.has_second else None
+    cap_bytes = 2**20 if case.second_has_one_bucket else case.cap_bytes
+    of_second = dataclasses.replace(case, cap_bytes=cap_bytes)
+    second = _make(of_second, compile_, group)[0] if case.has_second else None
     notes, notes_of_second = Notes(), Notes()
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     torch.manual_seed(1000 * case.seed + rank)
-    for step in range(len(case.batches)):
-        if step == 1 and case.copied:
-            _freeze(training.named, reduced, "")
-            ddp = _copy(case, training.ddp, group)
-            training = _training(case, ddp, reduced, compile_, [])
-        if case.freezes:
-            _freeze(training.named, reduced, _item(case.freezes, step))
-        if rank == 0 and _item(case.extras, step):
-            _run_alone(case, step, training, notes, generator)
-        _train_step(case, step, training, notes, generator, rank)
-        if second is not None:
-            _train_step(case, step, second, notes_of_second, generator, rank)
+    joins = "join" in case.actions  # rank 0 has two steps less
+    with training.ddp.join() if joins else contextlib.nullcontext():
+        for step in range(case.num_steps - 2 * (joins and rank == 0)):
+            if step == 1 and "reset" in case.actions:
+                torch._dynamo.reset()
+            if step == 1 and case.copied:
+                _freeze(training.named, reduced, "")
+                ddp = _copy(case, training.ddp, group)
+                training = _training(case, ddp, reduced, compile_, [], group)
+            if case.freezes:
+                _freeze(training.named, reduced, _item(case.freezes, step))
+            if rank == 0 and _item(case.extras, step):
+                _run_alone(case, step, training, notes, generator)
+            _train_step(case, step, training, notes, generator, rank)
+            if second is not None:
+                _train_step(case, step, second, notes_of_second, generator, rank)
     if second is not None:
         notes_of_second.named("parameter", second.named.items())
         notes.add("second", notes_of_second)
     notes.named("parameter", training.named.items())
-    notes.named("buffer", _module(training.ddp).named_buffers())
+    notes.named("buffer", module_of(training.ddp).named_buffers())
     loops.end(training.loop, notes.value)
-    return notes, training.ddp
+    ddps = training.loop.ddps + ([] if second is None else second.loop.ddps)
+    return notes, nn.ModuleList(ddps) if len(ddps) > 1 else ddps[0]
 
 
 def _make(case: Case, compile_: Compile, group: dist.ProcessGroup) -> tuple[_Training, set[str]]:
     """Make a model, and what trains it; return the names of what DDP reduces too."""
-    model = Model(case)
+    model = Model(case).to(DEVICE)
     written: list[torch.Tensor] = []
     _hook(case, model, written)
     reduced = {name for name, p in model.named_parameters() if p.requires_grad}
-    ddp = _wrap(case, compile_(model) if case.compiles_inside else model, group)
-    return _training(case, ddp, reduced, compile_, written), reduced
+    ddp = wrap(case, compile_(model) if case.compiles_inside else model, group)
+    return _training(case, ddp, reduced, compile_, written, group), reduced
 
 
 def _training(
     case: Case,
-    ddp: DistributedDataParallel,
+    ddp: Any,
     reduced: set[str],
     compile_: Compile,
     written: list[torch.Tensor],
+    group: dist.ProcessGroup,
 ) -> _Training:
-    named = dict(_module(ddp).named_parameters())
+    named = dict(module_of(ddp).named_parameters())
     may_train = [p for name, p in named.items() if name in reduced or "thawed" in case.freezes]
-    if case.regions:
-        _module(ddp).compile_regions(compile_)
-    is_compiled = bool(case.compiles_inside or case.regions)
-    loop = loops.begin(case, ddp, _module(ddp), may_train)
+    loop = loops.begin(case, ddp, module_of(ddp), may_train, compile_, group)
     ddp.train("eval" not in case.actions)
-    forward: Callable[..., Any] = ddp
-    if case.runs_backward_inside:
-        forward = compile_(_running_both(ddp))
-    elif not is_compiled:
-        forward = compile_(ddp)
-    return _Training(ddp, forward, named, loop, written)
+    return _Training(ddp, compile_ddp(case, ddp, compile_), named, loop, written)
 
 
-def _running_both(ddp: DistributedDataParallel) -> Callable[..., Any]:
-    """A function that runs forward and, if there are gradients, the backward of its main output."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        output = ddp(*args, **kwargs)
-        if torch.is_grad_enabled():
-            loss = _term(main_of(output))
-            if loss.requires_grad:
-                loss.backward()
-        return output
-
-    return run
+def _no_sync_and_anomalies(
+    case: Case, loop: Loop, is_last: bool
+) -> contextlib.AbstractContextManager[object]:
+    stack = contextlib.ExitStack()
+    if not is_last:
+        stack.enter_context(loop.no_sync())
+    if "anomaly" in case.actions:
+        stack.enter_context(torch.autograd.set_detect_anomaly(True))
+    return stack
 
 
-def _module(ddp: DistributedDataParallel) -> Any:
-    return getattr(ddp.module, "_orig_mod", ddp.module)
+def _forward(case: Case, training: _Training, x: torch.Tensor) -> Any:
+    is_autocast = "autocast" in case.actions
+    autocast = torch.autocast(DEVICE.type, torch.bfloat16) if is_autocast else None
+    with autocast or contextlib.nullcontext():
+        fed = training.loop.encode(x)
+        if case.feed == "keyword":
+            output = training.forward(x=fed)
+        else:
+            output = training.forward(_feed(case, fed))
+    if "writing" in case.hooks:
+        _gather_written(training.ddp, output, training.written)
+    return output
+
+
+def _backward(
+    case: Case, loss: torch.Tensor, named: dict[str, nn.Parameter], notes: Notes, where: str
+) -> None:
+    """Run backward: once, twice, or after the gradients of some parameters alone."""
+    if "some first" in case.actions:  # as for a gradient penalty's weight
+        some = [p for p in named.values() if p.requires_grad][1:3]
+        gradients = torch.autograd.grad(loss, some, retain_graph=True, allow_unused=True)
+        found = {str(i): g.to_dense() for i, g in enumerate(gradients) if g is not None}
+        notes.named(f"{where} some gradient", found.items())
+    if "twice" in case.actions:  # DDP reduces in the first; the second adds each rank's own
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@torch.no_grad()
+def _write_outputs(output: Any, notes: Notes, where: str) -> None:
+    """Write to what was returned, which may share its memory with the input, or with others."""
+    found = {
+        name: value
+        for name, value in _flatten("output", output)
+        if type(value) is torch.Tensor and value.is_floating_point() and 0 not in value.stride()
+    }
+    for value in found.values():
+        value.mul_(0.5)
+    notes.named(f"{where} written", found.items())
 
 
 def _train_step(
@@ -141,7 +190,8 @@ def _train_step(
     generator: torch.Generator,
     rank: int,
 ) -> None:
-    ddp, forward, named, loop, written = training
+    ddp, forward, named, loop, _ = training
+    module_of(ddp).begin_step(step)
     more_rows = rank * case.more_rows[step] if step < len(case.more_rows) else 0
     if step and case.evaluates_between:
         ddp.eval()
@@ -154,15 +204,20 @@ def _train_step(
         is_last = part == len(sizes) - 1
         x = _draw(size + more_rows, generator).to(getattr(torch, case.input_dtype))
         x.requires_grad_(case.is_input_trained)
-        with contextlib.nullcontext() if is_last else loop.no_sync():
-            _module(ddp).head = part % 2 if case.has_heads else 0
-            fed = loop.encode(x)
-            output = forward(x=fed) if case.feed == "keyword" else forward(_feed(case, fed))
-            if "writing" in case.hooks:
-                _gather_written(ddp, output, written)
-            loss = loop.scale(_note_output(notes, where, output))
+        with _no_sync_and_anomalies(case, loop, is_last):
+            module_of(ddp).head = part % 2 if case.has_heads else 0
+            output = _forward(case, training, x)
+            loss = _note_output(notes, where, output)
+            if "two forwards" in case.actions:
+                other = _forward(case, training, _draw(size, generator).to(x.dtype))
+                loss = loss + 2 * _note_output(notes, f"{where} other", other)
+            if case.arrangement == "beside":  # gradients that come with DDP's
+                loss = loss + term(main_of(module_of(ddp)(_feed(case, x.detach() * 2))))
+            loss = loop.scale(loss, step)
             if loss.requires_grad and not case.runs_backward_inside:  # unless all is frozen
-                loss.backward()
+                _backward(case, loss, named, notes, where)
+        if "write" in case.actions:
+            _write_outputs(output, notes, where)
         notes.value(f"{where} input", x)
         notes.texts[f"{where} calls"] = ", ".join(effects.calls)
         _note_gradients(notes, where, {"input": x})
@@ -213,36 +268,6 @@ def _copy(
         return torch.load(file, weights_only=False)
 
 
-def _wrap(case: Case, model: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-    caps = {} if case.cap_bytes is None else {"bucket_cap_mb": case.cap_bytes / 1024 / 1024}
-    delayed = _chosen(model, case.delayed)
-    if delayed:
-        first = next(p for name, p in model.named_parameters() if name.endswith("first.weight"))
-        caps |= {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": first}
-    ignored = [name for name, _ in _chosen(model, case.ignored)]
-    if ignored:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    return DistributedDataParallel(
-        model,
-        process_group=group,
-        static_graph=case.static_graph,
-        find_unused_parameters=case.find_unused,
-        gradient_as_bucket_view=case.bucket_view,
-        broadcast_buffers=case.broadcasts_buffers,
-        **caps,
-    )
-
-
-def _chosen(model: nn.Module, which: str) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of the last layer, or of "most": those of the blocks too."""
-    ends = {"": (), "last": ("last.weight", "last.bias"), "most": ("",)}[which]
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if name.endswith(ends) and "first." not in name and parameter.dtype == torch.float32
-    ]
-
-
 def _hook(case: Case, model: nn.Module, written: list[torch.Tensor]) -> None:
     """Put the hooks of a case on every other parameter."""
     write = functools.partial(_write, written)
@@ -254,11 +279,13 @@ def _hook(case: Case, model: nn.Module, written: list[torch.Tensor]) -> None:
             parameter.register_hook(lambda gradient: gradient * 1.5)
         if "accumulated" in case.hooks:
             parameter.register_post_accumulate_grad_hook(_count)
+        if "halving" in case.hooks:
+            parameter.register_post_accumulate_grad_hook(_halve)
         if "writing" in case.hooks:
             parameter.register_post_accumulate_grad_hook(write)
 
 
-def _gather_written(ddp: DistributedDataParallel, output: Any, written: list[torch.Tensor]) -> None:
+def _gather_written(ddp: nn.Module, output: Any, written: list[torch.Tensor]) -> None:
     """Have "writing" hooks write what backward may have yet to read."""
     written[:] = [buffer for buffer in ddp.buffers() if buffer.is_floating_point()]
     for _, value in _flatten("output", output):
@@ -274,13 +301,18 @@ def _write(written: list[torch.Tensor], _parameter: torch.Tensor) -> None:
         tensor.mul_(0.75)
 
 
+def _halve(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
 def _count(parameter: torch.Tensor) -> None:
     if parameter.grad is not None:  # compiled code has them run for unused parameters too
         parameter.num_accumulated = getattr(parameter, "num_accumulated", 0) + 1
 
 
 def _draw(size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(size, WIDTH, generator=generator)
+    return torch.randn(size, WIDTH, generator=generator).to(DEVICE)
 
 
 def _feed(case: Case, x: torch.Tensor) -> Any:
@@ -306,18 +338,14 @@ def _note_output(notes: Notes, where: str, output: Any) -> torch.Tensor:
             same = first.setdefault(id(value), name)
             needs = ", needs gradient" if value.requires_grad else ""
             said.append(f"{name}: {type(value).__name__}, {value.dtype}{needs}, is {same}")
-            terms += [_term(tensor) * (len(first)) for tensor in parts.values()]
+            terms += [term(tensor) * (len(first)) for tensor in parts.values()]
         else:
             said.append(f"{name}: {value!r}")
     notes.texts[where] = "; ".join(said)
-    terms = [term for term in terms if term.requires_grad]
+    terms = [of_one for of_one in terms if of_one.requires_grad]
     loss = torch.stack(terms).sum() if terms else torch.zeros(())
     notes.values[f"{where} loss"] = loss.detach().clone()
     return loss
-
-
-def _term(value: torch.Tensor) -> torch.Tensor:
-    return value.double().square().sum() / max(1, value.numel())
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

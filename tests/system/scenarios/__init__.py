@@ -1,1 +1,1 @@
-"""Models and ways of training them on two ranks: one row each, with DDP compiled and eager."""
+"""What people train, by name: cases of `fuzzing`, each with DDP compiled and eager on two ranks."""

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import ddpopt.backend
+from ddpopt import _torch
 from ddpopt.split.cut import Cut
-from tests.support.device import DEVICE
 from tests.support.registration import uninstall
-from tests.system.scenarios.rows import SCENARIOS
-from tests.system.scenarios.scenario import Compile, Scenario, Trainer
+from tests.system.fuzzing.training import train
+from tests.system.fuzzing.wrapping import Compile
+from tests.system.scenarios.rows import ROWS
 from tests.system.training.comparing import as_torch_tests
 from tests.system.training.outcomes import BOTH_RAISE, REFUSED, SILENT, Finding
-from tests.system.training.running import Attempt, Buckets, Notes, attempt, judge
+from tests.system.training.running import Attempt, Buckets, attempt, judge, quietly
 
 CUT_BACKWARD = ("auto", "backward")
 
@@ -46,15 +43,16 @@ class Trained(NamedTuple):
 def run_row(rank: int, name: str, optimizer: str, inner: str) -> Trained:
     """Train a row eagerly and compiled, and compare."""
     pieces = _CountPieces(inner)
-    eager = _attempt(name, lambda module, **_: module, rank)
-    ours = _train_compiled(name, optimizer, pieces, rank)
-    finding = judge(
-        ours,
-        eager,
-        lambda: _train_compiled(name, "none", _CountPieces(inner), rank),
-        measure=as_torch_tests,
-        tells_rounding=optimizer in CUT_BACKWARD,  # which rounds as the unsplit compile does
-    )
+    with quietly(), _torch.drawing_as_eager():
+        eager = _attempt(name, lambda module, **_: module, rank)
+        ours = _train_compiled(name, optimizer, pieces, rank)
+        finding = judge(
+            ours,
+            eager,
+            lambda: _train_compiled(name, "none", _CountPieces(inner), rank),
+            measure=as_torch_tests,
+            tells_rounding=optimizer in CUT_BACKWARD,  # which rounds as the unsplit compile does
+        )
     if finding.outcome == REFUSED:
         is_alike = ours.raised == eager.raised
         finding = dataclasses.replace(finding, outcome=BOTH_RAISE if is_alike else SILENT)
@@ -71,29 +69,7 @@ def count_graphs(rank: int, name: str) -> int:
 
 
 def _attempt(name: str, compile_: Compile, rank: int) -> Attempt:
-    return attempt(lambda _: _train(name, compile_, rank))  # rows are of the default group
-
-
-def _train(name: str, compile_: Compile, rank: int) -> tuple[Notes, nn.Module]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    scenario = SCENARIOS[name]()
-    with torch._dynamo.config.patch(**scenario.dynamo_config), _small_first_bucket(scenario):
-        wrapped = scenario.wrap(scenario.model.to(DEVICE), compile_, scenario.ddp_options)
-        scenario.prepare(wrapped.module)
-        trainer = Trainer(scenario, wrapped, rank)
-        scenario.train(trainer)
-    texts = {"do ranks end with equal parameters": str(_is_synced(wrapped.module))}
-    return Notes(values=trainer.state(), texts=texts), wrapped.module
-
-
-def _small_first_bucket(scenario: Scenario) -> AbstractContextManager[None]:
-    """The in-tree optimizer refuses caps under its first bucket's, 1 MiB; ours are small.
-
-    It is at work in eager DDP too, where torch.cond and flex_attention compile themselves.
-    """
-    cap_mib = scenario.ddp_options.get("bucket_cap_mb", 0.01)
-    return mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(cap_mib * 1024 * 1024))
+    return attempt(lambda group: train(ROWS[name].case, rank, compile_, group))
 
 
 def _train_compiled(name: str, optimizer: str, inner: _CountPieces, rank: int) -> Attempt:
@@ -107,7 +83,6 @@ def _train_compiled(name: str, optimizer: str, inner: _CountPieces, rank: int) -
         options = {"inner": inner.__name__, "split": optimizer}
     else:
         options = {"inner": inner, "enabled": optimizer == "forward"}
-    # Regions take what a partial function has.
     compile_ = functools.partial(torch.compile, backend="ddpopt", options=options)
     return _attempt(name, compile_, rank)
 
@@ -130,13 +105,3 @@ class _CountPieces:
 
     def by_graph(self) -> tuple[int, ...]:
         return tuple(attempts[max(attempts)] for attempts in self._calls.values())
-
-
-def _is_synced(module: nn.Module) -> bool:
-    num_different = torch.zeros(())
-    for parameter in module.parameters():
-        first = parameter.detach().clone()
-        dist.broadcast(first, 0)
-        num_different += not torch.equal(first, parameter)
-    dist.all_reduce(num_different)
-    return not num_different
