@@ -90,7 +90,9 @@ MODELS: dict[str, Row] = {
         note="projections frozen: no backward on the CPU",
     ),
     "LSTM": Row(
-        case=case_of(_LSTM, cap_bytes=300, dynamo_flags=()), note="Dynamo breaks the graph at it"
+        case=case_of(_LSTM, cap_bytes=300, dynamo_flags=()),
+        fallbacks=frozenset({Reason.ONE_BUCKET}),  # what comes after it
+        note="Dynamo breaks the graph at it",
     ),
     "LSTM in the graph": _row(_LSTM, cap_bytes=300),
     "conv and batch norm": _row(*_IMAGES, cap_bytes=300),
