@@ -51,7 +51,7 @@ def _try_case(ranks: Ranks, number: int) -> Failure[Case] | None:
     return failure
 
 
-@pytest.mark.quick("2")  # which compiles least
+@pytest.mark.quick("11")  # which compiles least
 @pytest.mark.parametrize("number", range(NUM_CASES))
 def test_random_models_train_as_with_eager_ddp(ranks: Ranks, number: int) -> None:
     """Outputs, losses, gradients, parameters and buffers are eager DDP's, on two ranks."""
