@@ -93,7 +93,7 @@ def _check_row(ranks: Ranks, name: str, split: str, inner: str) -> None:
             expected = {reason for reason in expected if reason.is_expected}
         assert {cut.fallback for cut in cuts} - {None} == expected
         assert {cut.split for cut in cuts if cut.sections} <= {_SPLIT_OF[split]}
-        # Of a region compiled in place, a graph is of a part of the model, and of several.
+        # A region is compiled without the layers around it, which may share buckets with its own.
         has_one_graph = len(cuts) == 1 and expected != {Reason.NO_GRAD} and not row.case.regions
         if has_one_graph and buckets[0] is not None:
             planned = tuple(tuple(p.index for p in b.parameters) for b in cuts[0].buckets)
