@@ -123,7 +123,10 @@ MODELS: dict[str, Row] = {
     ),
     "torch.cond": _row(RELU, Block(kind="conditional"), RELU),
     "custom autograd Function": _row(*_FUNCTION),
-    "custom operators": _row(*_OPERATORS),
+    "custom operators": Row(
+        case=case_of(*_OPERATORS),
+        note="they may communicate: the forward is cut behind each",
+    ),
     "unused branch": _row(RELU, UNUSED, RELU, RELU, find_unused=True),
     "alternating branch": _row(
         RELU, Block(kind="choose", choice=1), RELU, find_unused=True, **_sizes(3, 6, 5, 8, 7, 2)
