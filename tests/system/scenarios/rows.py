@@ -73,7 +73,7 @@ def _sizes(*rows: int) -> dict[str, Any]:
 
 
 TRANSFORMER = transformer_layer() * 3
-_GROWING = _sizes(4, 6, 2, 10)
+_GROWING = _sizes(4, 6, 1, 10)
 _IMAGES, _WITH_LAST = (Block(kind="images"),) * 3, (Block(kind="images", choice=1),) * 3
 _NUMBERS = around("numbers", *MLP)
 # Dynamo does not resume a frame behind an LSTM: what is called there are graphs by themselves, so
