@@ -220,12 +220,6 @@ class Reason(enum.Enum):
         "tokens keep in one graph; use split='forward' for it",
         _BACKWARD,
     )
-    READ_BY_STRIDES = (
-        "its backward calls as_strided again (in a checkpoint, or to save memory) on memory that a "
-        "hook may write, and a copy of which has no more than the tensor; index or slice the "
-        "tensor instead",
-        _BACKWARD,
-    )
     STREAMS = (
         "its backward says on which stream calls run; compile the part on each by itself",
         _BACKWARD,

@@ -29,10 +29,9 @@ from torch import fx
 
 from ddpopt import _torch
 from ddpopt._indices import Argument, Call, Memory, Slot, numbered
-from ddpopt.errors import NotCutError, Reason
 from ddpopt.split.aliases import Aliases
 from ddpopt.split.facts import ReachableMemory, gradient_nodes, watched_inputs
-from ddpopt.split.nodes import IS_COPY, call_nodes, name_of, output_values
+from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
 from ddpopt.split.releases import add_end_forward, add_watch_releases
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.split.sections import BackwardSections
@@ -317,9 +316,6 @@ def _with_snapshots(
         sources = {source: snapshot_of(source, read) for source in node.all_input_nodes}
         if all(source is other for source, other in sources.items()):
             return node
-        if name_of(node).startswith("as_strided"):
-            # It may read memory in front of the input, or behind it, which the snapshot has not.
-            raise NotCutError(Reason.READ_BY_STRIDES, f"{node.name} is such a call")
         with graph.inserting_before(node):
             view = graph.node_copy(node, sources.__getitem__)
         # `node_copy` gave the view the example value of `node`, which is in the input's memory; as
