@@ -31,10 +31,6 @@ EQUAL: dict[str, str] = {
     "all(source is other for source, other in sources.items()) becomes False": (
         "a view of memory without a snapshot is made once more, by the same call"
     ),
-    "split/backward.py: `is_empty = any(isinstance(size, int) and size == 0 for size in "
-    "tensor.shape)`: == becomes !=": (
-        "a snapshot with other strides: no call that is made again depends on these"
-    ),
     "ranks/meetings.py: `if not answer and time.monotonic() >= next_look_s:`: >= becomes >": (
         "the first look comes one poll later"
     ),

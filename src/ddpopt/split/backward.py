@@ -31,7 +31,7 @@ from ddpopt import _torch
 from ddpopt._indices import Argument, Call, Memory, Slot, numbered
 from ddpopt.split.aliases import Aliases
 from ddpopt.split.facts import ReachableMemory, gradient_nodes, watched_inputs
-from ddpopt.split.nodes import IS_COPY, call_nodes, output_values
+from ddpopt.split.nodes import IS_COPY, call_nodes, clone_keeps_strides, output_values
 from ddpopt.split.releases import add_end_forward, add_watch_releases
 from ddpopt.split.section_compiler import SectionCompiler
 from ddpopt.split.sections import BackwardSections
@@ -339,9 +339,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     its last element is copied, and the copy seen with these strides.
     """
     tensor = _torch.aten_value(value)
-    # Without elements there is no first and no last one, and any strides will do.
-    is_empty = any(isinstance(size, int) and size == 0 for size in tensor.shape)
-    if is_empty or torch.empty_like(tensor).stride() == tensor.stride():
+    if clone_keeps_strides(tensor):
         copied = _clone(graph, value)
         return copied, [copied]
     made: list[fx.Node] = []

@@ -32,6 +32,7 @@ from ddpopt.split.nodes import (
     IS_COPY,
     attribute_of,
     call_nodes,
+    clone_keeps_strides,
     find_overwritten,
     is_composite,
     is_differentiable,
@@ -142,7 +143,7 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
     for start, value in sorted(overwritten, key=lambda item: item[0], reverse=True):
         first_call = calls[start]
         with gm.graph.inserting_before(first_call):
-            if _keeps_strides(_torch.dynamo_value(value)):
+            if clone_keeps_strides(_torch.dynamo_value(value)):
                 clone = gm.graph.call_method("clone", (value,))
             else:
                 clone = gm.graph.call_function(clone_with_strides, (value,))
@@ -217,14 +218,6 @@ def _have_as_attributes(
         if not argument.users:  # no section that is yet to be changed takes it
             stitched.graph.erase_node(argument)
     section_graph.recompile()
-
-
-def _keeps_strides(tensor: Any) -> bool:
-    """Whether a clone of a tensor has the tensor's strides, as far as the tensor's type tells."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return True
-    # By their text: comparing symbolic sizes would have torch compile for these sizes alone.
-    return str(torch.empty_like(tensor).stride()) == str(tensor.stride())
 
 
 def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:

@@ -248,6 +248,20 @@ def storage_keys(node: fx.Node) -> list[int]:
     return [key for key in keys if key is not None]
 
 
+def clone_keeps_strides(value: Any) -> bool:
+    """Whether a clone has the strides of what it copies; True if these do not matter.
+
+    They do not for what is no strided tensor, or has no elements. A slice, and an expanded tensor,
+    has strides that no clone has.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return True
+    if any(isinstance(size, int) and size == 0 for size in value.shape):
+        return True
+    # By their text: comparing symbolic sizes would have torch compile for these sizes alone.
+    return str(torch.empty_like(value).stride()) == str(value.stride())
+
+
 def num_bytes_of(value: Any) -> int:
     """The size of a tensor as it was in the first call, and 0 for anything else."""
     if not isinstance(value, torch.Tensor):
