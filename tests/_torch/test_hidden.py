@@ -470,7 +470,7 @@ def test_the_forward_split_adds_no_graph_or_break(one_rank: None, name: str) -> 
 
 
 @on_ranks(2)
-@pytest.mark.quick("ByteGrad")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -169,6 +169,7 @@ def test_training_runs_the_code_that_was_verified(one_rank: None, split: str) ->
     assert only_cut(model).split == split
 
 
+@pytest.mark.slow
 def test_inductors_random_numbers_are_eagers_while_it_is_verified(one_rank: None) -> None:
     """Dropout under Inductor draws others; the copy is compiled apart, and the result says so."""
     ddp, x = DistributedDataParallel(Noisy(), **CAPS), torch.randn(16, 64)

@@ -42,8 +42,8 @@ def _assert_sizes(ddp: DistributedDataParallel, sizes: Sequence[int] = SIZES_OF_
     assert [len(bucket) for bucket in real_buckets(ddp)] == [*sizes]
 
 
-@pytest.mark.quick("5")
-@pytest.mark.parametrize("num_scripts", [5, 10])
+@pytest.mark.quick("3")
+@pytest.mark.parametrize("num_scripts", [3, 10])
 def test_whatever_a_loop_does_each_step_is_eagers_with_the_buckets_it_was_given(
     ranks: Ranks, tmp_path: Path, num_scripts: int
 ) -> None:

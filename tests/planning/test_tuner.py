@@ -115,8 +115,8 @@ class _Search(Beside):
         assert [report.is_as_planned for report in reports] == [True] * len(self.buckets[-1])
 
 
-@pytest.mark.quick("5")
-@pytest.mark.parametrize("num_scripts", [5, 10])
+@pytest.mark.quick("3")
+@pytest.mark.parametrize("num_scripts", [3, 10])
 def test_whatever_a_loop_does_each_step_is_eagers_and_all_ranks_change_buckets_together(
     ranks: Ranks, tmp_path: Path, num_scripts: int
 ) -> None:

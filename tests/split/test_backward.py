@@ -112,6 +112,7 @@ def test_where_inductor_prefers_channels_last_backward_is_cut_too(one_rank: None
     assert all(torch.equal(a, b) for a, b in zip(split, unsplit, strict=True))
 
 
+@pytest.mark.slow
 def test_kernels_that_fail_cost_overlap_not_training(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -268,6 +268,7 @@ def _never_compiles(_gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
     raise ZeroDivisionError("no such machine")
 
 
+@pytest.mark.slow
 def test_a_section_sees_the_strides_that_inductor_chose_for_the_one_before(one_rank: None) -> None:
     """A convolution's output changes to channels last; the next section must not assume else."""
 
@@ -373,6 +374,7 @@ def test_a_value_that_all_sections_write_to_is_passed_on_as_a_copy(
     assert len(beside.cut.sections) == 3
 
 
+@pytest.mark.slow
 def test_retain_graph_is_right_when_the_cache_has_a_backward_without(one_rank: None) -> None:
     """Inductor's cache does not tell backwards that overwrite saved tensors from others."""
     x = torch.randn(8, 64)
