@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpopt
 import ddpopt.backend
 from ddpopt import _torch, _traced, algorithms
-from ddpopt._torch import names
+from ddpopt._torch import hidden, names
 from ddpopt.algorithms import attach
 from ddpopt.errors import PlanError
 from ddpopt.planning import AllreduceCost, rebucket, tuner
@@ -112,6 +112,25 @@ def test_a_function_of_ours_is_hidden_after_a_reset_too(
     for _ in range(2):
         torch.compile(torch.neg, backend="ddpopt", options={"inner": "eager"})(torch.ones(2))
         assert _graphs_around(function) == 2  # it begins with a reset
+
+
+def test_code_is_looked_for_where_a_module_has_got_some(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an import, and one that was under way when code was looked for last."""
+    with mock.patch.object(hidden, "_search", wraps=hidden._search) as search:
+        _torch.hide_from_dynamo()  # which finds the mock
+        search.reset_mock()
+        _torch.hide_from_dynamo()
+        assert search.call_count == 0
+        _import_late(monkeypatch, _function_in(ROOT / "backend.py"))
+        assert search.call_count == 1
+        function = _function_in(ROOT / "backend.py")
+        for name in ("function", "another"):  # one that has the other's name, and one more
+            setattr(sys.modules["ddpopt.late"], name, function)
+            _torch.hide_from_dynamo()
+        assert search.call_count == 3
+    assert _graphs_around(function) == 2
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
