@@ -21,7 +21,7 @@ from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, MakeText, frame_of
 from ddpopt.split.phases import Answer, Buckets, CutGoal, Goal, Origin, ReducerBuckets
-from ddpopt.steps.forwards import are_reported
+from ddpopt.steps.forwards import are_forwards_reported
 
 # The buckets that a graph was cut for, in any order of their members; None if they were not known
 # yet; or "any", where the graph was cut finely, or is compiled whole.
@@ -53,22 +53,24 @@ class DDPState:
 
     def forget(self) -> None:
         """Reset everything that depends on compiled code."""
-        # By the name of a graph: its cut, its text, and its `GraphRunner`, which Dynamo owns.
+        # By the name of a graph: its cut; what makes its text, for dumps; its `GraphRunner`, which
+        # Dynamo owns; and the parameters that it takes.
         self._cuts: dict[str, Cut] = {}
-        self._texts: dict[str, MakeText] = {}
+        self._make_texts: dict[str, MakeText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
+        self._taken_by: dict[str, Sequence[ParameterIndex]] = {}
         # Dynamo's entries for what it compiled for the module. `backend` adds them, with the guard
         # on `rules`; `_forget_code` gives them up.
         self.code: list[Any] = []
         # The graphs that have run in the present forward, each of which has a cut; None between
-        # forwards, and where nobody reports forwards. A list would keep tensors alive, so it ends
-        # with the forward.
-        self._runs: list[_GraphRun] | None = [] if are_reported() else None
+        # forwards, and where nobody reports forwards. The list keeps parameters of shared graphs
+        # alive, so it ends with the forward.
+        self._runs: list[_GraphRun] | None = [] if are_forwards_reported() else None
         # The names of the graphs that ran in the last forward with gradients, in that order.
         self._last_runs: tuple[str, ...] = ()
         self._rules: ReducerRules | None = None  # as `rules` returned them last
-        self._reducer = ReducerBuckets()
-        self._cut_goal = CutGoal()
+        self._reducer = ReducerBuckets()  # DDP's own buckets, which the Reducer has yet to tell
+        self._cut_goal = CutGoal()  # cut graphs for the Reducer's buckets; nothing is provisional
         # How many graphs have run under no_sync since the last one outside of it; counted until
         # the buckets are final.
         self.num_unsynced_runs = 0
@@ -76,7 +78,7 @@ class DDPState:
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # Whether the module, on its way to other buckets, ran code that was cut for those of some
         # other module. The tuner then has its graphs cut again for each new Reducer. This is no
-        # part of the goal, since it outlasts that.
+        # part of the goal, since it outlasts that one.
         self.is_recut = False
 
     @property
@@ -86,7 +88,7 @@ class DDPState:
 
     def make_texts(self) -> dict[str, GraphText]:
         """The text of each graph, by its name."""
-        return {graph: make() for graph, make in self._texts.items()}
+        return {graph: make() for graph, make in self._make_texts.items()}
 
     def is_cut_in_forward(self, graph: str) -> bool:
         """Whether the graph's forward is in sections; False for a graph without a cut."""
@@ -94,31 +96,41 @@ class DDPState:
         # A graph that is compiled whole says "forward" too, and has no sections.
         return cut is not None and bool(cut.sections) and cut.split == "forward"
 
-    def keep(self, cut: Cut, text: MakeText, runner: object = None) -> None:
+    def keep(
+        self,
+        cut: Cut,
+        text: MakeText,
+        runner: object = None,
+        taken: Sequence[ParameterIndex] = (),
+    ) -> None:
         """Note that `cut` is in force, in place of an earlier one for the same graph.
 
         `runner` is the `GraphRunner` that runs the graph. It is None where torch lacks a name that
-        a runner needs: then nobody notices when the graph runs.
+        a runner needs: then nobody notices when the graph runs. `taken` are the parameters that the
+        graph takes; the cut's `arrival` lacks those whose gradients an earlier graph's backward
+        ends.
         """
-        self._texts[cut.graph] = text
+        self._make_texts[cut.graph] = text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
         self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
+        self._taken_by[cut.graph] = taken
         self._cuts[cut.graph] = self._with_buckets_in_force(cut)
 
     def _with_buckets_in_force(self, cut: Cut) -> Cut:
-        """The cut with the buckets that the Reducer has, where it lists predicted ones so far.
+        """The cut, with the Reducer's buckets in place of predicted ones if these are out of date.
 
-        `compare_buckets` compares a cut's buckets with those that the Reducer will report, and
-        warns where they differ. Before the report it may be known that the prediction is out of
-        date: the Reducer was given buckets, or has some and will form no others.
+        `compare_buckets` compares a cut's buckets with those that the Reducer will tell, once, and
+        warns where they differ. Already before that the Reducer may have its last buckets: those of
+        a plan; those that it formed in steps before the compile; or, with `find_unused_parameters`
+        and no static graph, those of its construction.
         """
         if self._reducer.answer is not Answer.AWAITED:
-            return cut  # compared already; `explain` shows its prediction beside the report
+            return cut  # nothing is compared any more; `explain` shows the cut's beside those told
         if cut.is_shared or not cut.buckets:
             return cut  # not compared: a shared cut lists what is predicted of its graph alone
         buckets = self.buckets
         if buckets is None:
-            return cut
+            return cut  # the Reducer is yet to form its last ones
         parameters = list(_torch.reducer_parameters(self._module()).values())
         return cut.with_buckets(known_buckets(parameters, buckets, self.rules))
 
@@ -154,7 +166,7 @@ class DDPState:
 
     @property
     def runs_with_gradients(self) -> list[tuple[Cut, list[Parameter]]]:
-        """The cuts of the graphs that have run in the present forward, with the parameters used.
+        """The cuts of the graphs that have run in the present forward, with the parameters taken.
 
         In the order in which they ran, without those that have no backward.
         """
@@ -164,12 +176,13 @@ class DDPState:
             cut = self._cuts[run.graph]
             if cut.fallback is Reason.NO_GRAD:
                 continue
-            used = list(self._parameters_of(run))
-            runner = self._runners[run.graph]()  # None if Dynamo has dropped it in this forward
-            if run.parameters is None and runner is not None:
-                # `GraphRunner.used` has more than the cut's `arrival`.
-                used = [parameter_of[i] for i in runner.used if i in parameter_of]
-            runs.append((cut, used))
+            if run.parameters is not None:
+                taken = list(self._parameters_of(run))
+            else:
+                # One may be missing: frozen since, before the Reducer told which ones it has.
+                indices = self._taken_by[run.graph]
+                taken = [parameter_of[index] for index in indices if index in parameter_of]
+            runs.append((cut, taken))
         return runs
 
     @property
