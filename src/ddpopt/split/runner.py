@@ -133,6 +133,7 @@ class GraphRunner:
                 # A name of torch's is missing. That costs other buckets or a hint, no training.
                 _logs.warning("buckets stay as they are: %s", error)
             module_state.recut_unless(self._cut_for)
+        # The parameters that the graph takes have other indices in this module, if it reduces them.
         cut, reduced = self._cut_for_module(ddp, args), _torch.reducer_parameters(ddp)
         tensors = [args[argument] for argument in self._compiled.argument_of.values()]
         self.keep_for(ddp, cut, [reduced[tensor].index for tensor in tensors if tensor in reduced])
@@ -268,7 +269,7 @@ def _with_arrival_order(call: CompiledCall, arguments: Sequence[Argument]) -> Co
         values = list(args)
         for argument in last_to_first:
             # Else the caller has made the alias: a call in the first steps' order makes one of each
-            # parameter, and then calls what delays `arrives_last`, which that order has last too.
+            # parameter, and delays all of them, before it calls what delays `arrives_last`.
             if isinstance(values[argument], torch.nn.Parameter):
                 values[argument] = _alias(values[argument])
         return call(*values)

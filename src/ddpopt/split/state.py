@@ -53,8 +53,8 @@ class DDPState:
 
     def forget(self) -> None:
         """Reset everything that depends on compiled code."""
-        # By the name of a graph: its cut; what makes its text, for dumps; its `GraphRunner`, which
-        # Dynamo owns; and the parameters that it takes.
+        # By the name of a graph: its cut; what makes its text, for `explain`; its `GraphRunner`,
+        # which Dynamo owns; and the parameters that it takes.
         self._cuts: dict[str, Cut] = {}
         self._make_texts: dict[str, MakeText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
@@ -99,7 +99,7 @@ class DDPState:
     def keep(
         self,
         cut: Cut,
-        text: MakeText,
+        make_text: MakeText,
         runner: object = None,
         taken: Sequence[ParameterIndex] = (),
     ) -> None:
@@ -107,10 +107,9 @@ class DDPState:
 
         `runner` is the `GraphRunner` that runs the graph. It is None where torch lacks a name that
         a runner needs: then nobody notices when the graph runs. `taken` are the parameters that the
-        graph takes; the cut's `arrival` lacks those whose gradients an earlier graph's backward
-        ends.
+        graph takes, see `runs_with_gradients`.
         """
-        self._make_texts[cut.graph] = text
+        self._make_texts[cut.graph] = make_text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
         self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
         self._taken_by[cut.graph] = taken
@@ -179,7 +178,8 @@ class DDPState:
             if run.parameters is not None:
                 taken = list(self._parameters_of(run))
             else:
-                # One may be missing: frozen since, before the Reducer told which ones it has.
+                # All that the graph takes: `arrival` lacks those whose gradients end in an earlier
+                # graph's backward. One may have gone: frozen before the Reducer told what it has.
                 indices = self._taken_by[run.graph]
                 taken = [parameter_of[index] for index in indices if index in parameter_of]
             runs.append((cut, taken))
@@ -218,6 +218,7 @@ class DDPState:
             frames = [frame_of(other) for other in self._last_runs]
             frame = frame_of(graph)
             num_before = frames.index(frame) if frame in frames else 0
+            # What each of these calls was given is not known any more: the cut's parameters count.
             runs = [_GraphRun(other, None) for other in self._last_runs[:num_before]]
             graphs_after = self._last_runs[num_before:]
 
@@ -234,7 +235,10 @@ class DDPState:
         return self._cuts[graph].arrival
 
     def _parameters_of(self, run: _GraphRun) -> tuple[Parameter, ...]:
-        """The parameters that a run of a graph used, in the order in which gradients arrive."""
+        """The parameters whose gradients a run's backward ends, in the order in which they arrive.
+
+        They are the cut's, or, where submodules share the graph, those that this call was given.
+        """
         if run.parameters is None:
             return self._arrival_of(run.graph)
         reduced = _torch.reducer_parameters(self._module())
@@ -256,7 +260,7 @@ class DDPState:
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
                 is_rebuilt=is_rebuilt,
                 is_provisional=is_provisional,
-                arrives_last=_torch.awaiting_delayed(ddp),
+                arrives_last=_torch.awaiting_delayed(ddp),  # then DDP reduces delayed gradients
             )
         return rules
 
@@ -292,6 +296,8 @@ class DDPState:
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
+
+        If it tells them, they are the `reported_buckets` from here on.
 
         Raises:
             TorchDriftError: this release does not report them, now or later.
@@ -340,7 +346,7 @@ class DDPState:
 
     @property
     def cut_for(self) -> CutFor:
-        """What graphs are cut for now."""
+        """What graphs are cut for now, as `recut_unless` compares it; None if it is not known."""
         if self.goal is Goal.SEARCHED:
             return ANY_BUCKETS
         buckets = self.expected_buckets if self.goal is Goal.EXPECTED else self.buckets
@@ -350,17 +356,19 @@ class DDPState:
         """Have code of another module compiled anew if it was not cut for the buckets to come.
 
         `cut_for` is what that code was cut for. A search cannot do with a graph that was cut for
-        its module's own buckets.
+        its module's own buckets. For buckets in force any code is kept: it may delay allreduces.
         """
         if self.goal is not Goal.IN_FORCE and cut_for not in (ANY_BUCKETS, self.cut_for):
-            self._become_provisional(True)  # changes `rules`: the guard on them stops that code
-            # The tuner asks for it when the module has other buckets, and this goal is over.
+            # This changes `rules`, and the guard on them stops that code. What is compiled in its
+            # place is dropped at the end of the goal, see `end_search`.
+            self._become_provisional(True)
+            # The tuner asks for this when the module has other buckets, and the goal is over.
             self.is_recut = True
 
     def end_search(self) -> None:
-        """Cut graphs by buckets again, as a search or the wait for a plan is over.
+        """Cut graphs for the Reducer's buckets again: a search or the wait for a plan is over.
 
-        Code that was compiled for the meantime, or cut finely in forward, is compiled anew.
+        Provisional code, or code that was cut finely in forward, is compiled anew.
         """
         is_fine_in_forward = self.goal is Goal.SEARCHED and self.has_forward_sections
         if self.is_provisional or is_fine_in_forward:
@@ -399,7 +407,7 @@ class DDPState:
 # Each ends with its module. A `torch._dynamo.reset()` clears what depends on the code it drops.
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
 _states = weakref.WeakKeyDictionary()
-has_drifted = False  # whether a graph was compiled without noting for which module
+has_drifted = False  # whether a graph was compiled of which nobody notices when it runs
 
 
 def get(ddp: DistributedDataParallel) -> DDPState:
@@ -456,7 +464,10 @@ def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
 
 
 def note_drift() -> None:
-    """Note that runs of a compiled graph will go unnoticed, since a private name is missing."""
+    """Note that runs of a compiled graph will go unnoticed, since a private name is missing.
+
+    Then nobody can say that nothing was compiled for a module, and so nobody is warned of it.
+    """
     global has_drifted  # noqa: PLW0603  # a matter of the process: its torch lacks a name
     has_drifted = True
 
@@ -467,7 +478,7 @@ def forget_all() -> None:
     for state in list(_states.values()):
         state.forget()
     forget_compiled()  # what other packages keep of it, see `_slots.py`
-    has_drifted = False
+    has_drifted = False  # the graphs that nobody noticed are dropped too
 
 
 # The modes of a DDP module in which it cannot be given other buckets; nor an algorithm in place of
