@@ -244,7 +244,8 @@ def _use_instead(
     `copied` too.
     """
     # With the example value of the original: `split_module` and later clones read its sizes and
-    # strides, `_find_to_detach` whether it requires grad, and the proof that nothing is new in it.
+    # strides, `_find_to_detach` whether it requires grad, and the proof its storage, in which a
+    # write to the copy is one to the original, as in the whole graph.
     copied.meta = {**value.meta, IS_COPY: True}
     # The output is in no section, and comes behind all of them.
     value.replace_all_uses_with(
