@@ -21,7 +21,7 @@ import ddpopt.backend
 from ddpopt import _torch
 from ddpopt._torch import names
 from ddpopt.errors import Reason
-from ddpopt.split import runner
+from ddpopt.split import runner, state
 from tests.support.beside import Beside, compiled
 from tests.support.buckets import rebuilt_buckets
 from tests.support.cuts import assert_as_planned, only_cut
@@ -178,11 +178,14 @@ def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters
     graphs = counters["stats"]["unique_graphs"]
     eager, second = twins(Bigger(MLP()), **CAP)
     _compile_forward(second.module.inner, split)
+    used: list[list[str]] = []
+    second.module.register_forward_hook(lambda *_: used.append(_used_so_far(second)))
     assert_equal_states(train(second, _inputs(4)), train(eager, _inputs(4)))
     assert counters["stats"]["unique_graphs"] == graphs
     bigger, inner = only_cut(second), only_cut(first)
     arrival = [p.name for p in bigger.arrival]
     assert arrival == [f"inner.{p.name}" for p in inner.arrival]
+    assert list(map(sorted, used)) == [sorted(arrival)] * 4
     assert set(bigger.arrival) <= set(_torch.reducer_parameters(second).values())
     assert [p.name for b in bigger.buckets for p in b.parameters] == arrival
     for ours, others in zip(bigger.sections, inner.sections, strict=True):
@@ -190,6 +193,11 @@ def test_a_bigger_model_that_runs_anothers_code_has_a_plan_of_its_own_parameters
         assert ours.completes == others.completes
     assert not _texts(caplog, OTHER_BUCKETS)
     assert not _texts(caplog, UNCOMPILED)
+
+
+def _used_so_far(ddp: DistributedDataParallel) -> list[str]:
+    """The parameters that graphs have used in the present forward."""
+    return [p.name for _, used in state.get(ddp).runs_with_gradients for p in used]
 
 
 def _compile_forward(module: nn.Module, split: str) -> nn.Module:

@@ -43,8 +43,8 @@ class OthersArrive(enum.Enum):
         """The rule for a graph, which begins or ends its module's forward as far as that is known.
 
         If the graph does not end the forward, the parameters may belong to a graph behind it. If it
-        does, each parameter that DDP reduces has a gradient, or DDP raises in the second step,
-        unless `may_be_unused`.
+        does, each parameter that DDP reduces has a gradient, or DDP raises in the second step. Only
+        with a static graph they `may_be_unused`; the Reducer then puts those without one last.
         """
         if not ends_forward:
             return cls.FIRST
@@ -74,12 +74,15 @@ def order_arrival(
         arrives_after: the parameters of graphs that run before this one in forward, in arrival
             order.
         others: when the rest arrives, which no known graph uses.
-        of_root: parameters that the root module has itself.
+        of_root: parameters that the root module has itself. They are registered before all layers
+            wherever they are used, so with `AS_REGISTERED` they count as the loss's.
     """
+    # A parameter of several graphs has the last turn, that of the earliest of these graphs in
+    # forward: its gradient is final only in the backward of that one.
     turn_before = {parameter.index: turn for turn, parameter in enumerate(arrives_before)}
     turn_after = {parameter.index: turn for turn, parameter in enumerate(arrives_after)}
     last_own_index = max(lateness, default=-1)
-    first_index_after = min(turn_after, default=-1)
+    first_earlier_index = min(turn_after, default=-1)
 
     def key(parameter: Parameter) -> tuple[int, float, int]:
         """The group in which a parameter arrives, from 0 to 5, and its turn in that group.
@@ -88,8 +91,7 @@ def order_arrival(
         others arrive before (0), between (3) or behind these (5).
         """
         index = parameter.index
-        # A gradient is final in the backward of the earliest graph that uses the parameter, so the
-        # earliest graphs are asked first.
+        # For the same reason the earlier graphs are asked first, and the later ones last.
         if index in turn_after:
             return (4, turn_after[index], 0)
         if index in lateness:
@@ -99,11 +101,11 @@ def order_arrival(
         # No known graph uses the parameter.
         if others is OthersArrive.LAST:
             return (5, index, 0)  # as the Reducer lists them
+        # Else (`AS_REGISTERED`) it is taken to be used where it is registered: behind this graph,
+        # so that it arrives first; in front of the earlier ones, and arrives last; or between them.
         if others is OthersArrive.FIRST or index > last_own_index or index in of_root:
             return (0, 0, -index)
-        # The parameter is taken to be used where it is registered: in front of the earlier graphs,
-        # so that it arrives last, or between them and this graph.
-        return (5 if index < first_index_after else 3, 0, -index)
+        return (5 if index < first_earlier_index else 3, 0, -index)
 
     return tuple(sorted(parameters, key=key))
 
@@ -117,14 +119,16 @@ def final_places(
 
     `argument_of` has the parameters that the graph gets, and `used_before` those that a graph uses
     whose backward runs later: their gradients are not final here, and are left out. If the graph
-    may communicate, they count as any others, as in `read_uses`.
+    may communicate, they count as any others: another rank, which may have run other graphs before,
+    has to cut this one equally.
     """
     if any(facts.communicates):
         used_before = ()
     places: dict[ParameterIndex, Place] = {}
     for index, argument in argument_of.items():
         if argument in facts.gradients and index not in used_before:
-            # A gradient that no call makes is an input of the backward, and there from the start.
+            # Final with the last of the calls from which it is computed; a gradient that no call
+            # makes is an input of the backward, and there from the start.
             makers = facts.gradients[argument]
             places[index] = max(map(Place, makers), default=BEFORE_ALL_CALLS)
     return places

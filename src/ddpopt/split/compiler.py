@@ -208,7 +208,7 @@ def _make_runner(
         start=start,
         log=functools.partial(_log, options),
     )
-    runner.keep_for(ddp, compiled.cut)
+    runner.keep_for(ddp, compiled.cut, list(compiled.argument_of))
     _log(options, compiled.cut, ddp)
     return runner
 

@@ -72,8 +72,8 @@ def _inline_constant(node: fx.Node) -> None:
     """Replace a symbolic integer that tracing has since found to be constant by its value.
 
     Otherwise the section that computes the integer would have to return a plain int, which
-    AOTAutograd cannot do. A placeholder stays: sections take placeholders as inputs, and return no
-    placeholder.
+    AOTAutograd cannot do. The call stays, without users. A placeholder keeps its users: sections
+    take placeholders as inputs, and return no placeholder.
     """
     constant = _torch.constant_of(_torch.dynamo_value(node))
     if node.op == "placeholder" or constant is None:
@@ -160,17 +160,17 @@ def make_stitched_graph(gm: fx.GraphModule, sections: Sequence[Section]) -> fx.G
         section_of[detached] = made_in
         _use_instead(detached, value, section_of, first=made_in + 1)
     # split_module has sections read modules themselves, and passes all other attributes to them.
-    # No compiler takes an object that is no tensor, so sections are made to read that too.
+    # No compiler takes an object that is no tensor, so sections are made to read objects too.
     objects = _find_objects(gm)
     for node in objects:
         # split_module looks for symbolic sizes in the values that cross, and knows only some types.
         _torch.forget_dynamo_value(node)
     stitched = split_module(gm, gm, section_of.__getitem__, keep_original_order=True)
-    targets = {node.target for node in objects}
+    object_names = {node.target for node in objects}
     for call in list(stitched.graph.find_nodes(op="call_module")):
         section_graph = stitched.get_submodule(str(call.target))
         assert isinstance(section_graph, fx.GraphModule)
-        _have_as_attributes(stitched, section_graph, call, targets)
+        _read_as_attributes(stitched, section_graph, call, object_names)
         _return_tuple(section_graph, call)
         _torch.carry_dynamo_metadata(gm, section_graph)
     stitched.recompile()
@@ -190,8 +190,8 @@ def _find_objects(gm: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
-def _have_as_attributes(
-    stitched: fx.GraphModule, section_graph: fx.GraphModule, call: fx.Node, targets: set[Any]
+def _read_as_attributes(
+    stitched: fx.GraphModule, section_graph: fx.GraphModule, call: fx.Node, attributes: set[Any]
 ) -> None:
     """Make a section read attributes of these names itself, in place of taking them as arguments.
 
@@ -203,7 +203,7 @@ def _have_as_attributes(
     read: list[tuple[fx.Node, fx.Node]] = []
     for placeholder, argument in zip(graph.find_nodes(op="placeholder"), call.args, strict=True):
         assert isinstance(argument, fx.Node)
-        if argument.op == "get_attr" and argument.target in targets:
+        if argument.op == "get_attr" and argument.target in attributes:
             read.append((placeholder, argument))
         else:
             kept.append(argument)
@@ -240,8 +240,12 @@ def _use_instead(
 ) -> None:
     """Make section `first` and all later ones, and the output, use `copied` in place of `value`.
 
-    `copied` is the clone or detach of `value`, which goes on using that.
+    `copied` is the clone or detach of `value`, and goes on using it. All calls are in `section_of`,
+    `copied` too.
     """
+    # With the example value of the original: `split_module` and later clones read its sizes and
+    # strides, `_find_to_detach` whether it requires grad, and the proof its storage, in which a
+    # write to the copy is one to the original, as in the whole graph.
     copied.meta = {**value.meta, IS_COPY: True}
     # The output is in no section, and comes behind all of them.
     value.replace_all_uses_with(
@@ -261,6 +265,7 @@ def _find_to_detach(graph: fx.Graph, section_of: Mapping[fx.Node, SectionIndex])
     for node, section in section_of.items():
         value = _torch.dynamo_value(node)
         if isinstance(value, torch.Tensor) and value.requires_grad:
+            # The output is in no section, and among those that pass a gradient.
             later_users = [user for user in node.users if section_of.get(user) != section]
             if later_users and passing.isdisjoint(later_users):
                 to_detach.append(node)
@@ -361,15 +366,16 @@ class _CompilingSections(fx.Interpreter):
                 lambda: self._inner(section, list(args)),
             )
             self.compiled[target] = report_runs(compiled, Label(self._graph, index))
-            # Compiled code returns the parts of a composite tensor, and so more than the section.
+            # Compiled code returns the parts of a composite tensor, and so more than the section:
+            # its fake outputs are not the section's then, and `call_first` returns None.
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs
-        # The compiled section's first call returned no fake outputs, so its graph is run. Hooks
-        # around the compile, such as a checkpoint's, must not see what a fake run saves; autograd
-        # calls only the innermost.
+        # Without outputs from the compiled section's first call, its graph is run. Hooks around the
+        # compile, such as a checkpoint's, must not see what a fake run saves; autograd calls only
+        # the innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
         with self._fake_mode, unseen:
             return section(*args)

@@ -90,7 +90,10 @@ class CompiledSection:
     without_autocast: bool = False
 
     def run(self, run: Run) -> Sequence[Any]:
-        """Run this section of a backward; return its gradients."""
+        """Run this section of a backward, in sight of a listener or profiler; return gradients.
+
+        They are in the order of `flow.releases`.
+        """
         listener = sections.find_listener()
         if listener is None:
             return self._run(run)
@@ -99,12 +102,13 @@ class CompiledSection:
 
     def _run(self, run: Run) -> Sequence[Any]:
         """Run this section, and tell no listener."""
-        run.num_sections_begun += 1
+        run.num_sections_begun += 1  # also of one that raises: no gate lets it run again
         if self.flow.watches:
             self._check_unwritten(run)
         values = [run.values[slot] for slot in self.flow.takes]
         for slot in self.flow.drops:
             run.values[slot] = None
+        # All casts of the forward are in the graph; `backward()` itself may be called in autocast.
         if self.without_autocast:
             with _torch.no_autocast():
                 returned = self.call(values)
@@ -166,7 +170,8 @@ def first_section_as_backward(
     def backward(inputs: list[Any]) -> list[Any]:
         """Return what AOTAutograd expects, None for gradients that later sections make."""
         versions = _torch.versions(inputs[slot] for slot in watched)
-        # The backward's inputs have the first slots, and what sections keep has those behind.
+        # The backward's inputs have the first slots, and what sections keep has those behind. The
+        # run also notes the present context, that of `backward()`'s caller.
         run = Run([*inputs, *[None] * num_kept], dict(zip(watched, versions, strict=True)))
         inputs.clear()  # the run alone holds them now, until a section drops them
         gradients: list[Any] = [None] * len(argument_of_output)

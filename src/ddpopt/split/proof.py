@@ -18,7 +18,8 @@ where a hook may have written to the buffer.
 A call that writes, or is not known to be pure, is the n-th *effect*: it is made once, in the same
 order. A write changes the *version* of the memory, and a value read at another version is another
 argument. Sections are right if each output has its expression, effects are equal, and each section
-does what the cut says of it.
+does what the cut says of it. An *event* is an effect, or a read of memory that the program can
+reach: what a hook could notice.
 
 Of a backward it is shown besides that
 - no call runs behind a gradient's release before which it stands, if it has an effect or reads
@@ -35,10 +36,10 @@ twice: which values share memory (by the storages of AOTAutograd's values, where
 by operators), what may be made again (by the list `_CONSTANTS`, where `aliases.py` asks `is_pure`),
 and the autograd node of each gradient.
 
-What it trusts: AOTAutograd's trace; what `nodes.py` says of single operators (`is_pure`,
-`may_communicate`, `written_by`); which inputs the program can reach, which values may be made in
-arguments and where calls stand (`find_reachable`, `made_in_arguments`, `read_backward`); and the
-compiler, which is given sections that are right.
+What it trusts: AOTAutograd's trace; that calls with our mark `IS_COPY` copy; what `nodes.py` says
+of single operators (`is_pure`, `may_communicate`, `written_by`); which inputs the program can
+reach, which values may be made in arguments and where calls stand (`find_reachable`,
+`made_in_arguments`, `read_backward`); and the compiler, which is given sections that are right.
 """
 
 from __future__ import annotations
@@ -94,6 +95,10 @@ from ddpopt.split.nodes import (
     written_by,
 )
 from ddpopt.split.releases import function_of, num_released_before_call
+
+# By which the proof tells memory: ("reachable", its number), a storage, or a tuple or number of the
+# proof's own for what calls make. A value has several, where its tensors are in several memories.
+_Memory = Hashable
 
 _FIRST_SECTION = SectionIndex(0)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -158,19 +163,20 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
     releases = releases or Releases()
     new_memory = itertools.count()
 
-    def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[Hashable, ...]:
+    def memory_made_by(node: fx.Node, read: Sequence[_Value]) -> tuple[_Memory, ...]:
         """The memory that a call returns: that of inputs of which it is a view, or new memory."""
         if _takes_new_tensor(node):
             # Two calls that take the same element get the same tensor, so its index is its memory.
             return (("element", read[0].memory, node.args[1]),)
         viewed = _viewed_inputs(node)
-        memory: list[Hashable] = []
+        memory: list[_Memory] = []
         for source, value in zip(node.all_input_nodes, read, strict=True):
             if source in viewed:
                 memory += value.memory
         return tuple(dict.fromkeys(memory)) or (next(new_memory),)
 
     def is_epilogue_copy(node: fx.Node, read: Sequence[_Value]) -> bool:
+        """Whether a call is a write with which AOTAutograd gives an input its last value."""
         # Inputs have other names in sections: their memory tells which they are, unless they are
         # tangents, which share one.
         is_copy = node.target is torch.ops.aten.copy_.default and not node.users
@@ -229,15 +235,15 @@ class _Run:
     released: dict[Argument, Hashable] = field(default_factory=dict)
     released_in: dict[Argument, SectionIndex] = field(default_factory=dict)
     # The memory that others may write now: that of these gradients, and of their arguments.
-    handed_out: set[Hashable] = field(default_factory=set)
+    handed_out: set[_Memory] = field(default_factory=set)
 
     def add(
-        self, section: SectionGraph, recorded: Section, completed: AbstractSet[Argument]
+        self, section: SectionGraph, recorded: Section, must_release: AbstractSet[Argument]
     ) -> None:
         """Run the next section; require that it does what the cut's record of it says.
 
-        `completed` are the arguments of the forward that are the record's parameters: the section
-        has to release their gradients, and may release others.
+        `must_release` are the arguments of the forward that are the record's parameters. The
+        section may release the gradients of others too.
         """
         flow, description = section.flow, f"backward section {recorded.index}"
 
@@ -274,8 +280,11 @@ class _Run:
             )
             self.released[argument] = self.program.expression_of(gradient)
             self.released_in[argument] = recorded.index
+            # DDP and hooks may write to the gradient, and to its parameter, from here on.
             self.handed_out.update((*gradient.memory, ("reachable", memory_of_argument(argument))))
-        _require(completed <= {*flow.releases}, f"{description} does not release what is planned")
+        _require(
+            must_release <= {*flow.releases}, f"{description} does not release what is planned"
+        )
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -309,14 +318,14 @@ def _maker_of(node: fx.Node) -> fx.Node:
 
 def _memory_of_input(
     node: fx.Node, reachable: ReachableMemory, new_memory: Iterator[int]
-) -> tuple[Hashable, ...]:
+) -> tuple[_Memory, ...]:
     """The memory of an input of a backward, new if the program cannot reach it.
 
     All tangents are in one memory besides: two may be one tensor, see [Note: order, as a hook sees
     it].
     """
     found = reachable.find(node)
-    memory: Hashable = next(new_memory) if found is None else ("reachable", found)
+    memory: _Memory = next(new_memory) if found is None else ("reachable", found)
     return (memory, "any tangent's") if _torch.is_tangent(node) else (memory,)
 
 
@@ -334,9 +343,9 @@ def _require_order(
     """
     place_of_call: dict[fx.Node, Place] = {}
     for call, node in numbered(Call, calls):
-        # An epilogue copy stands elsewhere than at its call.
+        # What a hook may see stands where `facts` has it: an epilogue copy not at its call.
         place_of_call[node] = facts.observable_calls.get(call, Place(call))
-    # The program read this memory in its forward, before any release.
+    # These calls read this memory as the forward left it: such a read stands before any release.
     reads_of_forward = {
         (calls[call], ("reachable", memory))
         for call, memories in facts.snapshot_reads.items()
@@ -358,6 +367,7 @@ def _require_order(
     sections = (ran_in[what] for what in ordered)
     last_sections = list(itertools.accumulate(sections, max, initial=_FIRST_SECTION))
     for argument, section in released_in.items():
+        # A release is behind the call at its place.
         num_before = bisect.bisect_right(places, facts.release_places[argument])
         _require(
             last_sections[num_before] <= section,
@@ -376,7 +386,7 @@ def _require_whole_nodes(
 
     All calls of one autograd node have one number from AOTAutograd, by which nodes are told apart
     here. But all `autograd.Function`s share the highest number, so their calls have marks of ours.
-    `ran_in` and `released_in` are as for `_require_order`.
+    `ran_in` has the section in which each event ran, and `released_in` that of each release.
     """
     numbers = [_torch.autograd_number(node) for node in call_nodes(gm.graph)]
     functions_number = max((number for number in numbers if number is not None), default=None)
@@ -425,7 +435,8 @@ def _require_collectives_behind(
 ) -> None:
     """Require that no call that may communicate runs before a release behind which it stands.
 
-    The arguments are as for `_require_order`, and `releases` as for `prove_backward`.
+    `calls` are the whole graph's. `ran_in` has the section in which each event ran, and
+    `released_in` that of each release. `releases` is as for `prove_backward`.
     """
     # A call that may communicate is not pure: it is one event, an effect.
     what_of = {event.node: event.what for event in whole.events}
@@ -491,6 +502,7 @@ def prove_forward(
     argument_by_name = {p.name: argument_of[p.index] for p in cut.arrival if p.index in argument_of}
     for section in cut.sections:
         names = [name for name in section.parameters if name in argument_by_name]
+        # With None, and so refused, where no section passes a gradient to a parameter.
         users = {first_user.get(argument_by_name[name]) for name in names}
         _require(
             users <= {section.index},
@@ -522,7 +534,7 @@ class _Value:
     """The number of an expression, and the memory that holds its tensors."""
 
     expression: int
-    memory: tuple[Hashable, ...] = ()
+    memory: tuple[_Memory, ...] = ()
 
 
 class _Event(NamedTuple):
@@ -534,10 +546,10 @@ class _Event(NamedTuple):
     # Where it happens: for a read of a snapshot, the section that made the snapshot.
     section: SectionIndex
     # Of a read alone: what it reads, or read when the snapshot was made.
-    memory_read: Hashable = None
+    memory_read: _Memory = None
 
 
-def _is_reachable(memory: Hashable) -> bool:
+def _is_reachable(memory: _Memory) -> bool:
     """Whether the program can reach memory, see `ReachableMemory`."""
     return isinstance(memory, tuple) and memory[0] == "reachable"
 
@@ -549,7 +561,7 @@ class _Program:
     # The numbers of the expressions so far, in this and in other programs.
     numbers: dict[Hashable, int]
     # The memory of what a call returns, from the call and the values that it reads.
-    memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[Hashable, ...]]
+    memory_of: Callable[[fx.Node, Sequence[_Value]], tuple[_Memory, ...]]
     # Whether a call writes to reachable memory and does nothing else. Such calls keep their order
     # by memory, not among the other effects.
     is_epilogue_copy: Callable[[fx.Node, Sequence[_Value]], bool] = lambda _node, _read: False
@@ -559,7 +571,7 @@ class _Program:
     # The calls with effects, but for epilogue copies, in order, with the expressions that they got.
     effects: list[Hashable] = field(default_factory=list)
     # Epilogue copies, by memory.
-    writes: dict[Hashable, list[Hashable]] = field(default_factory=dict)
+    writes: dict[tuple[_Memory, ...], list[Hashable]] = field(default_factory=dict)
     # The events, in the order in which they ran.
     events: list[_Event] = field(default_factory=list)
     # For each graph that was run, how many of its calls are not known to be pure, as
@@ -571,7 +583,7 @@ class _Program:
     # Each copy has memory of its own.
     _copy_numbers: Iterator[int] = field(default_factory=itertools.count)
     # How often each memory has been written.
-    _versions: collections.Counter[Hashable] = field(default_factory=collections.Counter)
+    _versions: collections.Counter[_Memory] = field(default_factory=collections.Counter)
     # The modes in which calls are made now, set by calls before: the regions of autocast around
     # them, from the outermost, and whether gradients are on. A graph begins with gradients on.
     _autocasts: list[Hashable] = field(default_factory=list)
@@ -588,6 +600,7 @@ class _Program:
         """
         placeholders = gm.graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+        # `_call` counts in the last one: a stitched graph's own, up to its first section.
         self.num_fixed.append(0)
         for node in gm.graph.nodes:
             if node.op == "call_module" and is_stitched:
@@ -604,9 +617,9 @@ class _Program:
         read = [values[source] for source in node.all_input_nodes]
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
-            # A copy is the same value in other memory. A call that reads it reads the original
-            # where the copy is made. The views through which a snapshot is made are marked as
-            # copies too, but are in their base's memory.
+            # By its mark it is the same value in other memory. A call that reads it reads the
+            # original where the copy is made. The views through which a snapshot is made are marked
+            # too, but are in their base's memory.
             is_view = memory == read[0].memory
             if not is_view and any(map(_is_reachable, read[0].memory)):
                 number = next(self._copy_numbers)
@@ -614,7 +627,7 @@ class _Program:
                     ("snapshot", self.section, original, number) for original in read[0].memory
                 )
             return _Value(read[0].expression, memory)
-        if node.op == "get_attr":
+        if node.op == "get_attr":  # told by identity: sections may have it by another name
             return _Value(self.number(("attribute", id(attribute_of(gm, node)))), memory)
         if sets_mode(node):
             self._set_mode(node, values)
@@ -644,11 +657,15 @@ class _Program:
             is_number = isinstance(_torch.aten_value(node), _NUMBERS)
             if not is_constant and not is_number:
                 self.num_made[self.number(call)] += 1
+        # What it has written has another version from here on.
         self._versions.update({m for source in written for m in values[source].memory})
         return _Value(self.number(call), memory)
 
     def _note_reads(self, expression: int, node: fx.Node, read: Sequence[_Value]) -> None:
-        """Note what reachable memory a call of this expression reads, now or in a snapshot."""
+        """Note what reachable memory a call reads; in a snapshot, as read where that was made.
+
+        `expression` is the number of the call's expression, and `read` the values that it takes.
+        """
         for memory in itertools.chain.from_iterable(value.memory for value in read):
             section, original = self.section, memory
             if isinstance(memory, tuple) and memory[0] == "snapshot":

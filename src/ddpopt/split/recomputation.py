@@ -58,7 +58,7 @@ def ddp_to_compile_for() -> DistributedDataParallel | None:
     active = _torch.active_ddp()
     if active is not None or not is_in_backward:
         return active
-    forward = _current_forward(active)
+    forward = _checkpointed_forward(active)
     return None if forward is None else forward.ddp()
 
 
@@ -71,18 +71,18 @@ def may_run(version: Version) -> bool:
     version will do. This is a guard, which runs at each call of a compiled function.
     """
     active = _torch.active_ddp()
-    forward = _current_forward(active)
+    forward = _checkpointed_forward(active)
     if _is_recomputing(active):
         if forward is None:
             return True
         tried_versions = forward.versions.get(version.frame)
         if tried_versions is None:
             # The forward ran no compiled code of this frame: it ran the code of another frame, of
-            # which this one is a part. So Dynamo is to ask for a new version, which
-            # `note_compiled` refuses. (A guard cannot raise.)
+            # which this one is a part. Code that saves nothing may run. Else Dynamo is to compile a
+            # new version, which `note_compiled` refuses. (A guard cannot raise.)
             return not version.saves_tensors
         return version in tried_versions
-    is_own = state.rules_of(active) == version.rules
+    is_own = state.rules_of(active) == version.rules  # both None without a module
     if is_own and forward is not None:
         # Another guard may still reject this version. It then does so in the recomputation too.
         forward.versions[version.frame].add(version)
@@ -99,7 +99,7 @@ def note_compiled(version: Version) -> None:
             saves tensors.
     """
     active = _torch.active_ddp()
-    forward = _current_forward(active)
+    forward = _checkpointed_forward(active)
     if forward is None:
         return
     is_other_frame = version.frame not in forward.versions
@@ -118,13 +118,13 @@ def _is_recomputing(active: DistributedDataParallel | None) -> bool:
     return active is None and _torch.is_in_backward()
 
 
-def _current_forward(active: DistributedDataParallel | None) -> _Forward | None:
+def _checkpointed_forward(active: DistributedDataParallel | None) -> _Forward | None:
     """The forward that runs in a checkpoint or is recomputed, None if there is none.
 
     It is made when a checkpoint's forward first asks. None also for a recomputation whose forward
     never asked: it ran nothing that ddpopt compiled.
     """
-    region = _torch.checkpointed_region()
+    region = _torch.checkpointed_region()  # the same object in a forward and its recomputation
     if region is None:
         return None
     if region not in _forwards and not _is_recomputing(active):

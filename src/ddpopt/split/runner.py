@@ -65,8 +65,8 @@ class GraphRunner:
 
         Args:
             compiled: what is run.
-            arrives_last: parameters whose gradients have to arrive last in every step; the graph
-                need not use them.
+            arrives_last: parameters whose gradients have to arrive last in every step, see
+                `ReducerRules`; the graph need not use them.
             cut_for: the buckets for which the graph was cut.
             is_for_copy: a check compiled the graph for a copy of a module, and has logged the cut:
                 it is not logged again when the original module runs the graph.
@@ -93,14 +93,6 @@ class GraphRunner:
         self._start = start
         self._log = log
 
-    @property
-    def used(self) -> tuple[ParameterIndex, ...]:
-        """The parameters that the graph takes, whichever graph's backward ends their gradients.
-
-        The cut's `arrival` has only those whose gradients this graph's backward ends.
-        """
-        return tuple(self._compiled.argument_of)
-
     def __call__(self, *args: Any) -> Any:
         """Run the graph for the module whose forward is going on."""
         ddp = _torch.active_ddp()
@@ -118,7 +110,8 @@ class GraphRunner:
         module_state.note_run(self._compiled.cut.graph, parameters)
         if is_compared:
             return self._call(*args)
-        # DDP will form its buckets from the order in which the gradients of this step arrive.
+        # DDP will form its buckets from the order in which the gradients of this step arrive, if it
+        # sees any, see `_count_unsynced_runs`.
         if _torch.will_rebuild_buckets(ddp):
             num_unsynced_runs = _count_unsynced_runs(ddp, module_state)
             if num_unsynced_runs <= _MOST_UNSYNCED_RUNS:
@@ -131,24 +124,33 @@ class GraphRunner:
         self, ddp: DistributedDataParallel, module_state: state.DDPState, args: Sequence[Any]
     ) -> None:
         """Begin to run for a module that has not run this graph before."""
-        if not module_state.is_copy:  # what `start` begins, a check's copy has from its original
+        # A check's copy has from its original what `start` begins, and has to run the original's
+        # code, whatever buckets that was cut for.
+        if not module_state.is_copy:
             try:
                 self._start(ddp)
             except TorchDriftError as error:
                 # A name of torch's is missing. That costs other buckets or a hint, no training.
                 _logs.warning("buckets stay as they are: %s", error)
             module_state.recut_unless(self._cut_for)
-        cut = self._cut_for_module(ddp, args)
-        self.keep_for(ddp, cut)
+        # The parameters that the graph takes have other indices in this module, if it reduces them.
+        cut, reduced = self._cut_for_module(ddp, args), _torch.reducer_parameters(ddp)
+        tensors = [args[argument] for argument in self._compiled.argument_of.values()]
+        self.keep_for(ddp, cut, [reduced[tensor].index for tensor in tensors if tensor in reduced])
         if not module_state.is_copy:
             if not self._is_for_copy:
                 self._log(cut, ddp)
             # If it was: this is the copy's original. The next module is another.
             self._is_for_copy = False
 
-    def keep_for(self, ddp: DistributedDataParallel, cut: Cut) -> None:
-        """Note that the module runs this graph, and which cut the module has of it."""
-        state.get(ddp).keep(cut, self._compiled.text, self)
+    def keep_for(
+        self, ddp: DistributedDataParallel, cut: Cut, taken: Sequence[ParameterIndex]
+    ) -> None:
+        """Note that a module runs this graph, which cut it has, and which parameters are taken.
+
+        The cut and the parameters' indices are those of this module, see `DDPState.keep`.
+        """
+        state.get(ddp).keep(cut, self._compiled.text, self, taken)
 
     def _cut_for_module(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> Cut:
         """The cut with the parameters of a DDP module that runs code compiled for another module.
@@ -205,7 +207,7 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
         return True
     if module_state.reported_buckets is None:
-        return num_questions >= _MOST_QUESTIONS
+        return num_questions >= _MOST_QUESTIONS  # it is taken to report none
     for cut in module_state.cuts:
         if cut.is_shared:
             continue  # it lists buckets of its graph alone, which no Reducer has
@@ -266,7 +268,8 @@ def _with_arrival_order(call: CompiledCall, arguments: Sequence[Argument]) -> Co
     def run(*args: Any) -> Any:
         values = list(args)
         for argument in last_to_first:
-            # Else it is an alias already: for `arrives_last` within the first steps' order.
+            # Else the caller has made the alias: a call in the first steps' order makes one of each
+            # parameter, and delays all of them, before it calls what delays `arrives_last`.
             if isinstance(values[argument], torch.nn.Parameter):
                 values[argument] = _alias(values[argument])
         return call(*values)

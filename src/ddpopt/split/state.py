@@ -21,7 +21,7 @@ from ddpopt.errors import DDPMode, Reason
 from ddpopt.reducer import Parameter, ReducerRules, known_buckets
 from ddpopt.split.cut import Cut, GraphText, MakeText, frame_of
 from ddpopt.split.phases import Answer, Buckets, CutGoal, Goal, Origin, ReducerBuckets
-from ddpopt.steps.forwards import are_reported
+from ddpopt.steps.forwards import are_forwards_reported
 
 # The buckets that a graph was cut for, in any order of their members; None if they were not known
 # yet; or "any", where the graph was cut finely, or is compiled whole.
@@ -53,22 +53,24 @@ class DDPState:
 
     def forget(self) -> None:
         """Reset everything that depends on compiled code."""
-        # By the name of a graph: its cut, its text, and its `GraphRunner`, which Dynamo owns.
+        # By the name of a graph: its cut; what makes its text, for `explain`; its `GraphRunner`,
+        # which Dynamo owns; and the parameters that it takes.
         self._cuts: dict[str, Cut] = {}
-        self._texts: dict[str, MakeText] = {}
+        self._make_texts: dict[str, MakeText] = {}
         self._runners: dict[str, Callable[[], Any]] = {}
+        self._taken_by: dict[str, Sequence[ParameterIndex]] = {}
         # Dynamo's entries for what it compiled for the module. `backend` adds them, with the guard
         # on `rules`; `_forget_code` gives them up.
         self.code: list[Any] = []
         # The graphs that have run in the present forward, each of which has a cut; None between
-        # forwards, and where nobody reports forwards. A list would keep tensors alive, so it ends
-        # with the forward.
-        self._runs: list[_GraphRun] | None = [] if are_reported() else None
+        # forwards, and where nobody reports forwards. The list keeps parameters of shared graphs
+        # alive, so it ends with the forward.
+        self._runs: list[_GraphRun] | None = [] if are_forwards_reported() else None
         # The names of the graphs that ran in the last forward with gradients, in that order.
         self._last_runs: tuple[str, ...] = ()
         self._rules: ReducerRules | None = None  # as `rules` returned them last
-        self._reducer = ReducerBuckets()
-        self._cut_goal = CutGoal()
+        self._reducer = ReducerBuckets()  # DDP's own buckets, which the Reducer has yet to tell
+        self._cut_goal = CutGoal()  # cut graphs for the Reducer's buckets; nothing is provisional
         # How many graphs have run under no_sync since the last one outside of it; counted until
         # the buckets are final.
         self.num_unsynced_runs = 0
@@ -76,7 +78,7 @@ class DDPState:
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # Whether the module, on its way to other buckets, ran code that was cut for those of some
         # other module. The tuner then has its graphs cut again for each new Reducer. This is no
-        # part of the goal, since it outlasts that.
+        # part of the goal, since it outlasts that one.
         self.is_recut = False
 
     @property
@@ -86,7 +88,7 @@ class DDPState:
 
     def make_texts(self) -> dict[str, GraphText]:
         """The text of each graph, by its name."""
-        return {graph: make() for graph, make in self._texts.items()}
+        return {graph: make() for graph, make in self._make_texts.items()}
 
     def is_cut_in_forward(self, graph: str) -> bool:
         """Whether the graph's forward is in sections; False for a graph without a cut."""
@@ -94,31 +96,40 @@ class DDPState:
         # A graph that is compiled whole says "forward" too, and has no sections.
         return cut is not None and bool(cut.sections) and cut.split == "forward"
 
-    def keep(self, cut: Cut, text: MakeText, runner: object = None) -> None:
+    def keep(
+        self,
+        cut: Cut,
+        make_text: MakeText,
+        runner: object = None,
+        taken: Sequence[ParameterIndex] = (),
+    ) -> None:
         """Note that `cut` is in force, in place of an earlier one for the same graph.
 
         `runner` is the `GraphRunner` that runs the graph. It is None where torch lacks a name that
-        a runner needs: then nobody notices when the graph runs.
+        a runner needs: then nobody notices when the graph runs. `taken` are the parameters that the
+        graph takes, see `runs_with_gradients`.
         """
-        self._texts[cut.graph] = text
+        self._make_texts[cut.graph] = make_text
         # Weakly: Dynamo may drop its code, and with it large constants, while the module lives.
         self._runners[cut.graph] = (lambda: None) if runner is None else weakref.ref(runner)
+        self._taken_by[cut.graph] = taken
         self._cuts[cut.graph] = self._with_buckets_in_force(cut)
 
     def _with_buckets_in_force(self, cut: Cut) -> Cut:
-        """The cut with the buckets that the Reducer has, where it lists predicted ones so far.
+        """The cut, with the Reducer's buckets in place of predicted ones if these are out of date.
 
-        `compare_buckets` compares a cut's buckets with those that the Reducer will report, and
-        warns where they differ. Before the report it may be known that the prediction is out of
-        date: the Reducer was given buckets, or has some and will form no others.
+        `compare_buckets` compares a cut's buckets with those that the Reducer will tell, once, and
+        warns where they differ. Already before that the Reducer may have its last buckets: those of
+        a plan; those that it formed in steps before the compile; or, with `find_unused_parameters`
+        and no static graph, those of its construction.
         """
         if self._reducer.answer is not Answer.AWAITED:
-            return cut  # compared already; `explain` shows its prediction beside the report
+            return cut  # nothing is compared any more; `explain` shows the cut's beside those told
         if cut.is_shared or not cut.buckets:
             return cut  # not compared: a shared cut lists what is predicted of its graph alone
         buckets = self.buckets
         if buckets is None:
-            return cut
+            return cut  # the Reducer is yet to form its last ones
         parameters = list(_torch.reducer_parameters(self._module()).values())
         return cut.with_buckets(known_buckets(parameters, buckets, self.rules))
 
@@ -154,7 +165,7 @@ class DDPState:
 
     @property
     def runs_with_gradients(self) -> list[tuple[Cut, list[Parameter]]]:
-        """The cuts of the graphs that have run in the present forward, with the parameters used.
+        """The cuts of the graphs that have run in the present forward, with the parameters taken.
 
         In the order in which they ran, without those that have no backward.
         """
@@ -164,12 +175,14 @@ class DDPState:
             cut = self._cuts[run.graph]
             if cut.fallback is Reason.NO_GRAD:
                 continue
-            used = list(self._parameters_of(run))
-            runner = self._runners[run.graph]()  # None if Dynamo has dropped it in this forward
-            if run.parameters is None and runner is not None:
-                # `GraphRunner.used` has more than the cut's `arrival`.
-                used = [parameter_of[i] for i in runner.used if i in parameter_of]
-            runs.append((cut, used))
+            if run.parameters is not None:
+                taken = list(self._parameters_of(run))
+            else:
+                # All that the graph takes: `arrival` lacks those whose gradients end in an earlier
+                # graph's backward. One may have gone: frozen before the Reducer told what it has.
+                indices = self._taken_by[run.graph]
+                taken = [parameter_of[index] for index in indices if index in parameter_of]
+            runs.append((cut, taken))
         return runs
 
     @property
@@ -205,6 +218,7 @@ class DDPState:
             frames = [frame_of(other) for other in self._last_runs]
             frame = frame_of(graph)
             num_before = frames.index(frame) if frame in frames else 0
+            # What each of these calls was given is not known any more: the cut's parameters count.
             runs = [_GraphRun(other, None) for other in self._last_runs[:num_before]]
             graphs_after = self._last_runs[num_before:]
 
@@ -221,7 +235,10 @@ class DDPState:
         return self._cuts[graph].arrival
 
     def _parameters_of(self, run: _GraphRun) -> tuple[Parameter, ...]:
-        """The parameters that a run of a graph used, in the order in which gradients arrive."""
+        """The parameters whose gradients a run's backward ends, in the order in which they arrive.
+
+        They are the cut's, or, where submodules share the graph, those that this call was given.
+        """
         if run.parameters is None:
             return self._arrival_of(run.graph)
         reduced = _torch.reducer_parameters(self._module())
@@ -243,7 +260,7 @@ class DDPState:
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
                 is_rebuilt=is_rebuilt,
                 is_provisional=is_provisional,
-                arrives_last=_torch.awaiting_delayed(ddp),
+                arrives_last=_torch.awaiting_delayed(ddp),  # then DDP reduces delayed gradients
             )
         return rules
 
@@ -279,6 +296,8 @@ class DDPState:
 
     def ask_buckets(self) -> int:
         """Ask the Reducer for its buckets; return how often it was asked since they changed.
+
+        If it tells them, they are the `reported_buckets` from here on.
 
         Raises:
             TorchDriftError: this release does not report them, now or later.
@@ -327,7 +346,7 @@ class DDPState:
 
     @property
     def cut_for(self) -> CutFor:
-        """What graphs are cut for now."""
+        """What graphs are cut for now, as `recut_unless` compares it; None if it is not known."""
         if self.goal is Goal.SEARCHED:
             return ANY_BUCKETS
         buckets = self.expected_buckets if self.goal is Goal.EXPECTED else self.buckets
@@ -337,17 +356,19 @@ class DDPState:
         """Have code of another module compiled anew if it was not cut for the buckets to come.
 
         `cut_for` is what that code was cut for. A search cannot do with a graph that was cut for
-        its module's own buckets.
+        its module's own buckets. For buckets in force any code is kept: it may delay allreduces.
         """
         if self.goal is not Goal.IN_FORCE and cut_for not in (ANY_BUCKETS, self.cut_for):
-            self._become_provisional(True)  # changes `rules`: the guard on them stops that code
-            # The tuner asks for it when the module has other buckets, and this goal is over.
+            # This changes `rules`, and the guard on them stops that code. What is compiled in its
+            # place is dropped at the end of the goal, see `end_search`.
+            self._become_provisional(True)
+            # The tuner asks for this when the module has other buckets, and the goal is over.
             self.is_recut = True
 
     def end_search(self) -> None:
-        """Cut graphs by buckets again, as a search or the wait for a plan is over.
+        """Cut graphs for the Reducer's buckets again: a search or the wait for a plan is over.
 
-        Code that was compiled for the meantime, or cut finely in forward, is compiled anew.
+        Provisional code, or code that was cut finely in forward, is compiled anew.
         """
         is_fine_in_forward = self.goal is Goal.SEARCHED and self.has_forward_sections
         if self.is_provisional or is_fine_in_forward:
@@ -386,7 +407,7 @@ class DDPState:
 # Each ends with its module. A `torch._dynamo.reset()` clears what depends on the code it drops.
 _states: weakref.WeakKeyDictionary[DistributedDataParallel, DDPState]
 _states = weakref.WeakKeyDictionary()
-has_drifted = False  # whether a graph was compiled without noting for which module
+has_drifted = False  # whether a graph was compiled of which nobody notices when it runs
 
 
 def get(ddp: DistributedDataParallel) -> DDPState:
@@ -443,7 +464,10 @@ def ddp_of(model: torch.nn.Module) -> DistributedDataParallel:
 
 
 def note_drift() -> None:
-    """Note that runs of a compiled graph will go unnoticed, since a private name is missing."""
+    """Note that runs of a compiled graph will go unnoticed, since a private name is missing.
+
+    Then nobody can say that nothing was compiled for a module, and so nobody is warned of it.
+    """
     global has_drifted  # noqa: PLW0603  # a matter of the process: its torch lacks a name
     has_drifted = True
 
@@ -454,7 +478,7 @@ def forget_all() -> None:
     for state in list(_states.values()):
         state.forget()
     forget_compiled()  # what other packages keep of it, see `_slots.py`
-    has_drifted = False
+    has_drifted = False  # the graphs that nobody noticed are dropped too
 
 
 # The modes of a DDP module in which it cannot be given other buckets; nor an algorithm in place of

@@ -81,7 +81,7 @@ def watch_forwards() -> None:
     _torch.hide_from_dynamo()
 
 
-def are_reported() -> bool:
+def are_forwards_reported() -> bool:
     """Whether it is told here when forwards begin and end."""
     return _are_reported
 
