@@ -167,6 +167,15 @@ def _skip_copies(gm: fx.GraphModule) -> None:
         gm.graph.erase_node(node)
 
 
+def _copy_by(target: Callable[..., Any]) -> Callable[[fx.GraphModule], None]:
+    def change(gm: fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if IS_COPY in node.meta:
+                node.target = target
+
+    return change
+
+
 def _move_collective(backward: Backward) -> Backward:
     """Make the second section's collective in the third, from the value that it reads."""
     second, third = backward.sections[1:]
@@ -200,6 +209,7 @@ _MUTATIONS: dict[str, tuple[Callable[[Backward], Backward], str]] = {
     ),
     "move a collective": (_move_collective, "other calls"),
     "swap what is kept and released": (lambda b: _edited(b, 1, _swap_outputs), "otherwise"),
+    "copy by another call": (lambda b: _edited(b, 0, _copy_by(_aten.neg.default)), "may be none"),
     "hand out what is read later": (lambda b: _edited(b, 0, _skip_copies), "handed out"),
     "wire a slot wrongly": (
         lambda b: _changed(

@@ -36,10 +36,11 @@ twice: which values share memory (by the storages of AOTAutograd's values, where
 by operators), what may be made again (by the list `_CONSTANTS`, where `aliases.py` asks `is_pure`),
 and the autograd node of each gradient.
 
-What it trusts: AOTAutograd's trace; that calls with our mark `IS_COPY` copy; what `nodes.py` says
-of single operators (`is_pure`, `may_communicate`, `written_by`); which inputs the program can
-reach, which values may be made in arguments and where calls stand (`find_reachable`,
-`made_in_arguments`, `read_backward`); and the compiler, which is given sections that are right.
+What it trusts: AOTAutograd's trace; the strides of `as_strided` in calls with our mark `IS_COPY`;
+what `nodes.py` says of single operators (`is_pure`, `may_communicate`, `written_by`); which inputs
+the program can reach, which values may be made in arguments and where calls stand
+(`find_reachable`, `made_in_arguments`, `read_backward`); and the compiler, which is given sections
+that are right.
 """
 
 from __future__ import annotations
@@ -109,6 +110,9 @@ _CONSTANTS = frozenset(
         *("logspace", "ones", "scalar_tensor", "tril_indices", "triu_indices", "zeros"),
     }
 )
+# What our own copies call: clone_with_strides is in forward.py, and as_strided is how backward.py
+# makes a snapshot of a tensor with gaps.
+_COPIES = frozenset({"clone", "clone_with_strides", "detach", "as_strided"})
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -617,6 +621,8 @@ class _Program:
         read = [values[source] for source in node.all_input_nodes]
         memory = self.memory_of(node, read)
         if IS_COPY in node.meta:
+            is_known = name_of(node).partition(".")[0] in _COPIES
+            _require(is_known, f"{node.name} is marked as a copy, and may be none")
             # By its mark it is the same value in other memory. A call that reads it reads the
             # original where the copy is made. The views through which a snapshot is made are marked
             # too, but are in their base's memory.
