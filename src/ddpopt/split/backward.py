@@ -370,7 +370,7 @@ def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
     sizes = [compute(torch.ops.aten.sym_size.int, value, d) for d in range(tensor.dim())]
     strides = [compute(torch.ops.aten.sym_stride.int, value, d) for d in range(tensor.dim())]
-    num_elements = 1
+    num_elements = 1  # from the first to the last; a tensor that has none was cloned above
     for size, stride in zip(sizes, strides, strict=True):
         last = compute(operator.mul, compute(operator.sub, size, 1), stride)
         num_elements = compute(operator.add, num_elements, last)

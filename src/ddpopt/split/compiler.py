@@ -134,6 +134,7 @@ def compile_under_ddp(
     compiled = CompiledGraph(
         cut=result.cut, text=result.text, call=call, argument_of=graph.argument_of
     )
+    # The buckets that it was cut for, and the parameters whose gradients have to arrive last.
     cut_for, arrives_last = graph.ddp_state.cut_for, graph.ddp_state.rules.arrives_last
     return _make_runner(compiled, ddp, options, start, cut_for, arrives_last)
 
@@ -427,7 +428,7 @@ class BackwardCutter:
             return None
         graph, ddp_state = self._graph, self._graph.ddp_state
         depends_on = {
-            # How large the graph is, and by which compiler. Its name may differ between processes.
+            # Its size and inner compiler, for example. Another process may give it another name.
             "what is compiled": dataclasses.replace(graph.empty_cut, graph=""),
             "parameters": graph.reduced,
             "argument of each parameter": graph.argument_of,
@@ -490,8 +491,8 @@ class BackwardCutter:
             argument: self.release_order.num_released_before(argument) for argument in made_here
         }
         facts = read_backward(backward, reachable, unwritten, num_released_before)
-        # Without parameters that a graph before this one in forward uses too: their gradients are
-        # final in that one's backward, which runs later.
+        # Unless this graph communicates, without parameters that a graph before it in forward uses
+        # too: their gradients are final in that one's backward, which runs later.
         final = final_places(facts, graph.argument_of, graph.final_elsewhere)
         buckets = which_buckets(graph, final)
         order = _order_of_backward(graph, backward, facts)
@@ -629,7 +630,7 @@ def _cut_forward(
         cut = _left_whole(graph, cut, refusal.reason)
         text = functools.partial(GraphText, nodes=(calls,))
         write(graph.gm, cut, text, {"original": graph.gm})
-        return _Result(cut, text, None)
+        return _Result(cut, text, None)  # the caller of `_compile_graph` compiles it
 
     cut = dataclasses.replace(cut, sections=sections, order=_order_of_forward(graph, facts))
     cut = cut.with_buckets(cut.buckets)  # which says what each section completes

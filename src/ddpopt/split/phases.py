@@ -113,7 +113,7 @@ class ReducerBuckets:
         A compile may need them before any runner has asked: DDP may have had them from the start,
         or since steps that ran no code of ours. What the Reducer says here is not kept: with
         `find_unused_parameters` buckets are final until somebody calls `_set_static_graph()`. DDP
-        refuses that once a step has communicated, and only in such steps `ask` is called.
+        refuses that as soon as a step communicates, and only in such steps `ask` is called.
         """
         if self._known is not None:
             return self._known
