@@ -333,7 +333,8 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
     # The token is one more input and output, by which autograd will call the sections after the
-    # first (gates.py). It is added to a copy, since forward may still be cut if this fails.
+    # first (gates.py). It is added to a copy of its own: if this fails, forward may be cut, which
+    # is made of `graph.copy`.
     traced = copy_for_cutting(graph.gm)
     if not are_plain or has_ragged_sizes(traced.graph):
         raise NotCutError(Reason.SUBCLASSES)
@@ -703,8 +704,8 @@ def _text_of_backward(
 
     `sections` is empty if the code came from torch's cache.
     """
-    # One dictionary for each section, since a crossing has the section that made the value. By
-    # slot, since by that a later section takes it.
+    # One dictionary for each section: by its place `find_crossings` tells which section made a
+    # value. Its keys are slots, by which later sections take values.
     outputs_of_sections: list[SectionOutputs] = []
     for index, flow in enumerate(flows):
         kept = [NodeText(f"slot {slot}", target="", shape="", source="") for slot in flow.keeps]

@@ -232,7 +232,8 @@ def digest_of_order(collectives: Mapping[Call, str], releases: Mapping[str, Plac
 
     `collectives` are the names of operators by their call. `releases` has by each parameter's name
     the place where its gradient is released; in a graph whose forward is cut, the parameter's first
-    use. Between two collectives the order of releases does not matter.
+    use. Between two collectives the order of releases does not matter: DDP launches buckets in
+    their own order.
     """
     calls = sorted(collectives)
     # The parameters in front of all collectives, then those behind each.

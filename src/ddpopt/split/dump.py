@@ -51,7 +51,7 @@ def is_showing() -> bool:
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def show(  # what is shown
+def show(
     gm: fx.GraphModule,
     cut: Cut,
     text: MakeText,
