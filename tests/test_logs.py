@@ -51,7 +51,7 @@ for _ in range(3):
 
 QUIET_S = """
 from ddpopt.split import section_compiler
-section_compiler._QUIET_S = {}
+section_compiler._BETWEEN_REPORTS_S = {}
 """
 
 REFUSE_TO_FORMAT = """

@@ -22,7 +22,7 @@ def test_a_long_compile_tells_which_section_it_is_at(
 ) -> None:
     """One that is short tells nothing."""
     for quiet_s, expected in ((1e9, []), (-1.0, [1, 2, 3])):
-        monkeypatch.setattr(section_compiler, "_QUIET_S", quiet_s)
+        monkeypatch.setattr(section_compiler, "_BETWEEN_REPORTS_S", quiet_s)
         torch._dynamo.reset()
         ddp = DistributedDataParallel(MLP(), bucket_cap_mb=0.03)
         with logged("progress") as lines:

@@ -63,7 +63,8 @@ def add_token(gm: fx.GraphModule, watched: Sequence[Argument]) -> None:
 def return_token_itself(forward: fx.GraphModule) -> None:
     """Remove the token's copy from the traced forward, where it would be a kernel of its own.
 
-    The backward is traced by then, so the copy has served, see `add_token`.
+    It is a clone, to which AOTAutograd has traced `end_forward`. The backward is traced by then, so
+    the copy has served, see `add_token`.
     """
     # The forward that AOTAutograd traced takes the graph's arguments in their order.
     token = list(forward.graph.find_nodes(op="placeholder"))[-1]
@@ -132,25 +133,26 @@ def make_section_graphs(
 ) -> tuple[SectionGraph, ...]:
     """The section graphs, in the order in which they run. `gm` is left unchanged.
 
-    `reachable` is what `find_reachable` returned for it.
+    `reachable` is what `find_reachable` returned for it. It knows inputs by their names, which a
+    copy of `gm` has too.
     """
     calls = call_nodes(gm.graph)
-    making_snapshots: list[fx.Node] = []
+    snapshot_calls: list[fx.Node] = []
     if chosen.snapshot_reads:
-        gm, calls, making_snapshots = _with_snapshots(gm, chosen.snapshot_reads, reachable)
+        gm, calls, snapshot_calls = _with_snapshots(gm, chosen.snapshot_reads, reachable)
     inputs = gm.graph.find_nodes(op="placeholder")
     gradients = gradient_nodes(gm)
     aliases = Aliases(gm)
 
     # The values that each section makes, releases, and reads from outside.
     made = [[calls[i] for i in chosen.order[s.start : s.stop]] for s in chosen.sections]
-    made[0] = [*making_snapshots, *made[0]]  # before any hook of this backward can write
+    made[0] = [*snapshot_calls, *made[0]]  # before any hook of this backward can write
     released = [[gradients[argument] for argument in arguments] for arguments in chosen.releases]
     # Sizes are inputs of each section: the shapes of other values have them.
     symbols = [node for node in inputs if isinstance(_torch.aten_value(node), torch.SymInt)]
     taken = []
     for nodes, gradients_of_section in zip(made, released, strict=True):
-        taken.append({*symbols, *_taken(nodes, gradients_of_section, aliases)})
+        taken.append({*symbols, *_read_from_outside(nodes, gradients_of_section, aliases)})
 
     # Which values are kept between sections, and for how long.
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
@@ -163,7 +165,7 @@ def make_section_graphs(
     # as one memory (splits.md, fault 11).
     tangents = {node for node in inputs if _torch.is_tangent(node)}
     tangents_last_taken = max((last_taken.get(node, 0) for node in tangents), default=0)
-    watched = watched_inputs(gm, reachable)
+    watched = watched_inputs(gm, reachable)  # to which a section requires that no hook has written
 
     sections = []
     for k, nodes in enumerate(made):
@@ -177,8 +179,8 @@ def make_section_graphs(
             value = builder.value_of(gradient)
             # A hook may write to a gradient, so a copy is handed out if a later section reads the
             # gradient's memory.
-            memory = aliases.base_of(gradient)
-            last = tangents_last_taken if memory in tangents else last_taken.get(memory, k)
+            base = aliases.base_of(gradient)  # in whose memory the gradient is, maybe as a view
+            last = tangents_last_taken if base in tangents else last_taken.get(base, k)
             outputs.append(builder.clone_of(value) if last > k else value)
         flow = Flow(
             takes=tuple(slot_of[node] for node in takes),
@@ -193,10 +195,13 @@ def make_section_graphs(
     return tuple(sections)
 
 
-def _taken(made: Sequence[fx.Node], released: Sequence[fx.Node], aliases: Aliases) -> set[fx.Node]:
-    """What a section that makes and releases these nodes reads from outside.
+def _read_from_outside(
+    made: Sequence[fx.Node], released: Sequence[fx.Node], aliases: Aliases
+) -> set[fx.Node]:
+    """What a section that makes and releases these nodes takes as its inputs.
 
-    It makes views and constants itself, and so takes what a view reads in place of the view.
+    It makes views and constants itself, and so takes what a view reads in place of the view. It
+    gets attributes from its module.
     """
     inside = set(made)
     outside: set[fx.Node] = set()
@@ -230,6 +235,7 @@ class _SectionBuilder:
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         for index, node in enumerate(takes):
+            # By an input's name Inductor tells whether it may reuse the memory.
             name = _torch.input_name(index, is_held=node not in freed)
             self._values[node] = self._graph.placeholder(name)
             self._values[node].meta = dict(node.meta)
@@ -263,12 +269,11 @@ def _clone(graph: fx.Graph, value: fx.Node) -> fx.Node:
     """Add a copy of a value to a graph, at the insertion point.
 
     The copy's example value is in memory of its own, as the copy will be: the proof tells by
-    example values which values share memory.
+    example values which values share memory. By `IS_COPY` it takes the copy for the same value.
     """
     copied = graph.call_function(torch.ops.aten.clone.default, (value,))
     copied.meta = {**value.meta, IS_COPY: True}
-    if isinstance(_torch.aten_value(value), torch.Tensor):
-        _torch.set_aten_value(copied, _torch.aten_value(value).clone())
+    _torch.set_aten_value(copied, _torch.aten_value(value).clone())
     return copied
 
 
@@ -286,7 +291,8 @@ def _with_snapshots(
 
     `snapshot_reads`, of `BackwardSections`, has the calls of later sections that must read memory
     as the forward left it, as call 2 here, and that memory. Returns the copy; its calls, numbered
-    as those of `gm`; and the calls that make snapshots, which have to run first of all.
+    as those of `gm`; and the calls that make snapshots, which have to run first of all. New views,
+    such as v', are in neither list: each section makes the views that it reads.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -295,14 +301,14 @@ def _with_snapshots(
     output.meta = dict(original_output.meta)  # it says to which arguments the gradients belong
     calls = [copies[node] for node in call_nodes(gm.graph)]
     views = {copies[node] for node in Aliases(gm).views_and_constants}
-    in_snapshots = frozenset[Memory]().union(*snapshot_reads.values())
-    making_snapshots: list[fx.Node] = []
+    copied_memory = frozenset[Memory]().union(*snapshot_reads.values())
+    snapshot_calls: list[fx.Node] = []
     snapshots: dict[fx.Node, fx.Node] = {}
     for placeholder in list(graph.find_nodes(op="placeholder")):
-        if reachable.find(placeholder) in in_snapshots:
+        if reachable.find(placeholder) in copied_memory:  # told by its name, which the copy has too
             with graph.inserting_before(calls[0]):
                 snapshots[placeholder], calls_of_snapshot = _snapshot(graph, placeholder)
-            making_snapshots += calls_of_snapshot
+            snapshot_calls += calls_of_snapshot
 
     def snapshot_of(node: fx.Node, read: AbstractSet[Memory]) -> fx.Node:
         """What a call reads in place of a node, if it is to read snapshots of the memory `read`.
@@ -328,7 +334,7 @@ def _with_snapshots(
     for call, read in snapshot_reads.items():
         for source in calls[call].all_input_nodes:
             calls[call].replace_input_with(source, snapshot_of(source, read))
-    return _torch.graph_module(gm, graph), calls, making_snapshots
+    return _torch.graph_module(gm, graph), calls, snapshot_calls
 
 
 def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -357,14 +363,14 @@ def _snapshot(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     def view(source: fx.Node, *arguments: Any) -> fx.Node:
         """`source` with other sizes and strides; without an offset, from its first element on."""
         seen = graph.call_function(torch.ops.aten.as_strided.default, (source, *arguments))
-        seen.meta = {**value.meta, IS_COPY: True}
+        seen.meta = {**value.meta, IS_COPY: True}  # for the proof: it is the same value
         numbers = [fx.map_arg(argument, _value_of) for argument in arguments]
         _torch.set_aten_value(seen, torch.as_strided(_torch.aten_value(source), *numbers))
         return seen
 
     sizes = [compute(torch.ops.aten.sym_size.int, value, d) for d in range(tensor.dim())]
     strides = [compute(torch.ops.aten.sym_stride.int, value, d) for d in range(tensor.dim())]
-    num_elements = 1
+    num_elements = 1  # from the first to the last; a tensor that has none was cloned above
     for size, stride in zip(sizes, strides, strict=True):
         last = compute(operator.mul, compute(operator.sub, size, 1), stride)
         num_elements = compute(operator.add, num_elements, last)
@@ -430,8 +436,9 @@ def _identity(
     """What two sections have in common if one compiled callable can serve both.
 
     None, for a section that shares with no other, if it reads attributes, which its code does not
-    show, or takes symbolic sizes or tensors with such. It also matters which inputs `are_saved`:
-    Inductor does not check at each call whether saved inputs are aligned.
+    show, or takes symbolic sizes or tensors with such. The code shows by names of inputs whose
+    memory Inductor may reuse. It also matters which inputs `are_saved`: Inductor does not check at
+    each call whether saved inputs are aligned.
     """
     if section.graph.find_nodes(op="get_attr"):
         return None

@@ -62,7 +62,7 @@ from ddpopt.split.backward import (
 )
 from ddpopt.split.buckets import GraphBuckets, which_buckets
 from ddpopt.split.cut import Cut, GraphText, MakeText, NodeText, digest_of_order, parts_of_buckets
-from ddpopt.split.dump import find_crossings, is_showing, show, shown_bytes, write
+from ddpopt.split.dump import SectionOutputs, find_crossings, is_showing, show, shown_bytes, write
 from ddpopt.split.facts import (
     BackwardFacts,
     ForwardFacts,
@@ -130,10 +130,11 @@ def compile_under_ddp(
     if call is None:
         # It stays whole. What compiling it raises is for the user.
         call = options.inner(gm, list(example_inputs))
-        call = report_runs(call, Label(result.cut.graph, 0))
+        call = _report_as_one_section(call, result.cut.graph)
     compiled = CompiledGraph(
         cut=result.cut, text=result.text, call=call, argument_of=graph.argument_of
     )
+    # The buckets that it was cut for, and the parameters whose gradients have to arrive last.
     cut_for, arrives_last = graph.ddp_state.cut_for, graph.ddp_state.rules.arrives_last
     return _make_runner(compiled, ddp, options, start, cut_for, arrives_last)
 
@@ -166,22 +167,24 @@ def compile_whole(
     nothing is kept of the graph but what is dumped.
     """
     cut = dataclasses.replace(new_cut(gm, options), fallback=refusal.reason, detail=refusal.detail)
-    text: MakeText = GraphText  # an empty one
+    text: MakeText = GraphText  # which makes an empty one
     if ddp is not None:
         text = _text_of_whole(gm)
     write(gm, cut, text, {"original": gm})
     call = options.inner(gm, list(example_inputs))
     is_drift = refusal.reason is Reason.TORCH_DRIFT
     if is_drift:
+        # Nobody will know for which modules this graph runs. So from now on no module is said to be
+        # one of which nothing was compiled.
         state.note_drift()
     if ddp is None or is_drift:
-        # A runner would need the private names that torch has moved, so the graph's calls are
-        # reported to nobody.
+        # There is no module to run it for; or a runner would need the private names that torch has
+        # moved, so the graph's calls are reported to nobody.
         if ddp is not None:
             state.get(ddp).keep(cut, text)
         _log(options, cut, ddp)
         return call
-    reporting = report_runs(call, Label(cut.graph, 0))
+    reporting = _report_as_one_section(call, cut.graph)
     # Which parameters the graph uses may be just what could not be read. Without their arguments
     # the runner leaves gradients in the order in which autograd has them.
     compiled = CompiledGraph(cut=cut, text=text, call=reporting, argument_of={})
@@ -198,7 +201,8 @@ def _make_runner(
 ) -> GraphRunner:
     """Make the runner of a compiled graph, register it with the module, and log the cut.
 
-    `cut_for` and `arrives_last` are as for `GraphRunner`.
+    `cut_for` says for which buckets the graph was cut, and `arrives_last` which gradients have to
+    arrive last in every step, see `GraphRunner`.
     """
     runner = GraphRunner(
         compiled,
@@ -213,8 +217,16 @@ def _make_runner(
     return runner
 
 
+def _report_as_one_section(call: CompiledCall, graph: str) -> CompiledCall:
+    """Show runs of a graph that is compiled whole to `ddpopt.record` and torch's profiler."""
+    return report_runs(call, Label(graph, 0))
+
+
 def _log(options: Options, cut: Cut, ddp: DistributedDataParallel | None) -> None:
-    """Log a cut on rank 0; as a warning, on each rank, if overlap is lost that should not be."""
+    """Log a cut on rank 0; as a warning, on each rank, if overlap is lost that should not be.
+
+    Where no DDP module is active there are no ranks: each process logs it.
+    """
     is_expected = cut.fallback is None or cut.fallback.is_expected
     if cut.backward_fallback is not None:
         # Who asked for backward alone is told; "auto" promises no more than it gives.
@@ -262,7 +274,7 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
     # used early, since backward reaches a parameter's first use last. (`compile_backward` asks for
     # buckets once more, when one is traced.)
     buckets = which_buckets(graph, {index: -use for index, use in graph.first_use.items()})
-    cut = _cut_for(graph, buckets)
+    cut = _cut_without_sections(graph, buckets)
     # Tracing a backward is worth it if the graph has parts of two buckets. A graph that may
     # communicate and releases a gradient is cut whatever the buckets are, see [Note: collectives].
     has_parts = len(parts_of_buckets(buckets.to_cut_at, graph.first_use)) > 1
@@ -274,7 +286,8 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
             raise
         except Exception as error:
             # Any error costs the cut of backward, as in `compile_under_ddp`; forward may be cut
-            # instead, but not for an error that is to be reported, such as a missing proof.
+            # instead, also where `split` is "backward", but not for an error that is to be
+            # reported, such as a missing proof.
             refusal = NotCutError.because_of(error, in_backward=True)
             if not refusal.reason.is_of_backward or not graph.may_fall_back_for(refusal.reason):
                 raise
@@ -282,8 +295,8 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
     return _cut_forward(graph, cut, buckets, example_inputs)
 
 
-def _cut_for(graph: DynamoGraph, buckets: GraphBuckets) -> Cut:
-    """A cut without sections: the Reducer's buckets, and the order in which gradients arrive."""
+def _cut_without_sections(graph: DynamoGraph, buckets: GraphBuckets) -> Cut:
+    """The record of a graph so far: the Reducer's buckets, and the order of arrival."""
     return dataclasses.replace(graph.empty_cut, buckets=buckets.recorded, arrival=buckets.arrival)
 
 
@@ -305,11 +318,12 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     Raises:
         NotCutError: this graph's backward cannot be cut, or the inner compiler raised on a section.
     """
-    aot = graph.options.aot
+    aot = graph.options.aot  # runs AOTAutograd, which has a cutter compile the backward
     if aot is None:
         cuda_graphs = graph.options.has_cuda_graphs
         raise NotCutError(Reason.CUDA_GRAPHS if cuda_graphs else Reason.INNER)
     if graph.first_use.keys() - graph.argument_of.keys():
+        # A gate takes parameters as the graph's arguments; some are attributes of the graph.
         raise NotCutError(Reason.ATTRIBUTES)
     if _torch.wants_cuda_graphs(graph.gm):
         raise NotCutError(Reason.CUDA_GRAPHS)
@@ -319,7 +333,8 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
     # The token is one more input and output, by which autograd will call the sections after the
-    # first (gates.py). It is added to a copy, since forward may still be cut if this fails.
+    # first (gates.py). It is added to a copy of its own: if this fails, forward may be cut, which
+    # is made of `graph.copy`.
     traced = copy_for_cutting(graph.gm)
     if not are_plain or has_ragged_sizes(traced.graph):
         raise NotCutError(Reason.SUBCLASSES)
@@ -334,17 +349,18 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     function_arguments = mark_functions(traced)
     add_token(traced, differentiated)
     cutter = BackwardCutter(graph, device, ReleaseOrder(differentiated), function_arguments)
-    with cutter.release_order.noting():
+    with cutter.release_order.noting():  # by operators that `add_token` has added
         call = aot(traced, [*example_inputs, new_token(device)], cutter)
     stored, further_sections = cutter.result
     # A cut from torch's cache has the name that its graph had in another compile.
     cut = dataclasses.replace(stored.cut, graph=graph.name)
+    # Where the backward stays whole there is no gate, but the forward takes a token all the same.
     gated = GatedGraph(call, further_sections, device)
     if cut.fallback is None:
         return _Result(cut, cutter.text, gated)
-    text = _text_of_whole(graph.copy)
+    text = _text_of_whole(graph.copy)  # as `_cut_forward` shows a graph that stays whole
     write(graph.gm, cut, text, {"original": graph.gm})
-    return _Result(cut, text, report_runs(gated, Label(graph.name, 0)))
+    return _Result(cut, text, _report_as_one_section(gated, graph.name))
 
 
 class _CutBackward(NamedTuple):
@@ -406,13 +422,14 @@ class BackwardCutter:
     def cache_key(self) -> str | None:
         """A text of all that the cut of a backward depends on besides the graph, for torch's cache.
 
-        Equal in any process. None, for no cache, while graphs are shown: a result from a cache has
-        none.
+        Equal in any process. None, for no cache, while graphs are shown: with a result from a cache
+        comes no graph to show.
         """
         if is_showing():
             return None
         graph, ddp_state = self._graph, self._graph.ddp_state
         depends_on = {
+            # Its size and inner compiler, for example. Another process may give it another name.
             "what is compiled": dataclasses.replace(graph.empty_cut, graph=""),
             "parameters": graph.reduced,
             "argument of each parameter": graph.argument_of,
@@ -450,8 +467,8 @@ class BackwardCutter:
                 `compile_section` raised on one.
         """
         graph = self._graph
-        _torch.check_backward(backward)
-        refuse_linked_calls(backward)
+        _torch.check_backward(backward)  # for torch's marks, which are read from here on
+        refuse_linked_calls(backward)  # by streams or effects, which sections would break
         argument_of_output = drop_token_gradient(backward, self._token_argument)
         # The compiled forward may give what it saves other strides than were traced.
         _torch.restride(backward, inputs)
@@ -470,17 +487,23 @@ class BackwardCutter:
             for argument, is_trained in graph.is_trained.items()
             if argument in made_here or not is_trained
         }
-        num_before = {argument: self.release_order.num_before(argument) for argument in made_here}
-        facts = read_backward(backward, reachable, unwritten, num_before)
+        # When autograd releases each gradient: how many others it releases before.
+        num_released_before = {
+            argument: self.release_order.num_released_before(argument) for argument in made_here
+        }
+        facts = read_backward(backward, reachable, unwritten, num_released_before)
+        # Unless this graph communicates, without parameters that a graph before it in forward uses
+        # too: their gradients are final in that one's backward, which runs later.
         final = final_places(facts, graph.argument_of, graph.final_elsewhere)
         buckets = which_buckets(graph, final)
         order = _order_of_backward(graph, backward, facts)
-        cut = dataclasses.replace(_cut_for(graph, buckets), split="backward", order=order)
+        cut = _cut_without_sections(graph, buckets)
+        cut = dataclasses.replace(cut, split="backward", order=order)
         try:
             chosen = choose_backward_sections(facts, buckets.to_cut_at, graph.argument_of, final)
         except NotCutError as refusal:
-            # Whether the graph may stay whole need not be asked, as where a forward is cut: each of
-            # these reasons holds on all ranks or on none.
+            # Whether the graph may stay whole is asked where a forward is cut. Here it need not be:
+            # each of these reasons holds on all ranks or on none.
             stored = _StoredCut(
                 cut=_left_whole(graph, cut, refusal.reason),
                 sections=(),
@@ -500,7 +523,10 @@ class BackwardCutter:
             reachable,
             graph.argument_of,
             unwritten=unwritten,
-            releases=Releases(num_before=num_before, function_arguments=self._function_arguments),
+            releases=Releases(
+                num_released_before=num_released_before,
+                function_arguments=self._function_arguments,
+            ),
         )
         flows = [section.flow for section in sections]
         kept_bytes = [list(map(shown_bytes, kept_values(section))) for section in sections]
@@ -605,7 +631,7 @@ def _cut_forward(
         cut = _left_whole(graph, cut, refusal.reason)
         text = functools.partial(GraphText, nodes=(calls,))
         write(graph.gm, cut, text, {"original": graph.gm})
-        return _Result(cut, text, None)
+        return _Result(cut, text, None)  # the caller of `_compile_graph` compiles it
 
     cut = dataclasses.replace(cut, sections=sections, order=_order_of_forward(graph, facts))
     cut = cut.with_buckets(cut.buckets)  # which says what each section completes
@@ -616,6 +642,7 @@ def _cut_forward(
     section_calls = stitched.graph.find_nodes(op="call_module")
     pieces = {f"section_{k}": attribute_of(stitched, call) for k, call in enumerate(section_calls)}
     show(graph.gm, cut, text, {"original": graph.gm}, pieces, stitched)
+    # Inductor could order a section's complex values otherwise than the graph's: not this one.
     inner = _torch.for_sections(graph.options.inner)
     call = compile_forward_sections(stitched, example_inputs, inner, graph.name)
     return _Result(cut, text, call)
@@ -677,39 +704,43 @@ def _text_of_backward(
 
     `sections` is empty if the code came from torch's cache.
     """
-    made: list[dict[Slot, tuple[NodeText, int]]] = []
+    # One dictionary for each section: by its place `find_crossings` tells which section made a
+    # value. Its keys are slots, by which later sections take values.
+    outputs_of_sections: list[SectionOutputs] = []
     for index, flow in enumerate(flows):
-        kept = [NodeText(f"slot {slot}", "", "", "") for slot in flow.keeps]
+        kept = [NodeText(f"slot {slot}", target="", shape="", source="") for slot in flow.keeps]
         if sections:
             kept = list(sections[index].kept)
-        values = zip(kept, kept_bytes[index], strict=True)
-        made.append(dict(zip(flow.keeps, values, strict=True)))
+        texts_and_bytes = zip(kept, kept_bytes[index], strict=True)
+        outputs_of_sections.append(dict(zip(flow.keeps, texts_and_bytes, strict=True)))
     return GraphText(
         nodes=tuple(section.calls for section in sections),
-        crossings=find_crossings(made, [flow.takes for flow in flows]),
+        crossings=find_crossings(outputs_of_sections, [flow.takes for flow in flows]),
     )
 
 
 def _values_of_forward(
     stitched: fx.GraphModule,
-) -> tuple[list[dict[str, tuple[NodeText, int]]], list[list[str]]]:
-    """What each section of a forward makes and takes, by the names of values in `stitched`."""
-    # Values go from one section to another as elements of the tuples that sections return.
-    calls = list(stitched.graph.find_nodes(op="call_module"))
-    made: list[dict[str, tuple[NodeText, int]]] = []
+) -> tuple[list[SectionOutputs], list[list[str]]]:
+    """Each section's outputs and inputs, for `find_crossings`: by names of values in `stitched`."""
+    calls = list(stitched.graph.find_nodes(op="call_module"))  # one for each section
+    outputs_of_sections: list[SectionOutputs] = []
     for call in calls:
         returned = output_values(attribute_of(stitched, call))
-        made.append({})
+        outputs: dict[str, tuple[NodeText, int]] = {}
+        # A section returns a tuple. Its users are the nodes that take an element each.
         for element in call.users:
             value = returned[element.args[1]]
             (text,) = describe([value])
-            made[-1][element.name] = text, shown_bytes(value)
-    return made, [[node.name for node in call.all_input_nodes] for call in calls]
+            outputs[element.name] = text, shown_bytes(value)
+        outputs_of_sections.append(outputs)
+    return outputs_of_sections, [[node.name for node in call.all_input_nodes] for call in calls]
 
 
 def _text_of_forward(
     calls: Sequence[_Calls],
-    made: Sequence[Mapping[str, tuple[NodeText, int]]],
-    taken: Sequence[Sequence[str]],
+    outputs_of_sections: Sequence[SectionOutputs],
+    inputs_of_sections: Sequence[Sequence[str]],
 ) -> GraphText:
-    return GraphText(nodes=tuple(calls), crossings=find_crossings(made, taken))
+    crossings = find_crossings(outputs_of_sections, inputs_of_sections)
+    return GraphText(nodes=tuple(calls), crossings=crossings)

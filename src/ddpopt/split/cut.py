@@ -106,7 +106,8 @@ class Cut:
         """All calls of a graph that is compiled whole, as if they were a section.
 
         For readers that go through sections, such as `explain`, which then need no case for such a
-        graph. It completes no bucket early, and so `completes` is empty.
+        graph. It completes no bucket early, and so `completes` is empty. `first_node` names its
+        first call, for readers that show it.
         """
         names = tuple(parameter.name for parameter in self.arrival)
         return Section(
@@ -231,7 +232,8 @@ def digest_of_order(collectives: Mapping[Call, str], releases: Mapping[str, Plac
 
     `collectives` are the names of operators by their call. `releases` has by each parameter's name
     the place where its gradient is released; in a graph whose forward is cut, the parameter's first
-    use. Between two collectives the order of releases does not matter.
+    use. Between two collectives the order of releases does not matter: DDP launches buckets in
+    their own order.
     """
     calls = sorted(collectives)
     # The parameters in front of all collectives, then those behind each.
@@ -301,8 +303,9 @@ def make_sections(
     """The sections between these bounds, the first and the last of which are the graph's ends.
 
     `section_of` has, in arrival order, the parameters whose gradients become final in a section.
-    `call_names` and `has_effects`, whether a call is not known to be pure, are of each call, in the
-    order in which calls run. No section completes a bucket yet, see `Cut.with_buckets`.
+    `call_names` and `has_effects`, whether a call is not known to be pure and so keeps its order,
+    are of each call, in the order in which calls run. No section completes a bucket yet, see
+    `Cut.with_buckets`.
     """
     names: list[list[str]] = [[] for _ in bounds[1:]]
     for parameter, index in section_of.items():

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import networkx
 
 Graphs = Mapping[str, fx.GraphModule]  # by name
+# What one section makes for others, by the value's key: as text, and how many bytes it has.
+SectionOutputs = Mapping[Any, tuple[NodeText, int]]
 
 _LONGEST_NAME = 60  # of a folder
 
@@ -49,7 +51,7 @@ def is_showing() -> bool:
     return bool(config.dump_dir or os.environ.get("TORCH_TRACE")) or _logs.is_showing_graphs()
 
 
-def show(  # what is shown
+def show(
     gm: fx.GraphModule,
     cut: Cut,
     text: MakeText,
@@ -60,7 +62,7 @@ def show(  # what is shown
     """Show how Dynamo's graph `gm` is cut: in the log, the structured trace, and files.
 
     `wholes` has `gm`, and the traced backward if that is cut; `stitched` calls the sections of a
-    cut forward.
+    cut forward. `text` is called only if files are written.
     """
     # In the trace, sections have the names that the in-tree DDPOptimizer gives its submodules.
     for name, section in sections.items():
@@ -94,6 +96,7 @@ def write(gm: fx.GraphModule, cut: Cut, text: MakeText, graphs: Graphs) -> None:
         )
         for name, graph in graphs.items():
             code = _code(graph)
+            # Its comments have paths of source files, in which there may be what is no UTF-8.
             (folder / f"{name}.py").write_text(code, encoding="utf-8", errors="backslashreplace")
         write_graphml(cut, graph_text, folder / "cut.graphml")
     except Exception as error:
@@ -130,7 +133,8 @@ def _process_folder(dump_dir: str, process_id: int) -> Path:
     """Make, once, the folder of this process.
 
     `process_id` is a part of the cache's key: a fork makes a folder of its own. A process without a
-    process group has its rank from the environment, in which anything may stand.
+    process group has its rank from the environment, in which anything may stand. If an earlier
+    process has left a folder of that name, this one's has a suffix.
     """
     parent = Path(dump_dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
@@ -141,20 +145,20 @@ def _process_folder(dump_dir: str, process_id: int) -> Path:
 
 
 def find_crossings(
-    made: Sequence[Mapping[Any, tuple[NodeText, int]]], taken: Sequence[Iterable[Any]]
+    outputs_of_sections: Sequence[SectionOutputs], inputs_of_sections: Sequence[Iterable[Any]]
 ) -> tuple[Crossing, ...]:
-    """The values that sections hand to later ones.
+    """The values that sections hand to later ones, each with the sections that make and read it.
 
-    Between sections a value has a key: its slot in a backward, its name in a stitched forward.
-    `made` has the outputs of each section by their keys, as text and with their bytes, and `taken`
-    the keys of its inputs, among which may be inputs of the graph.
+    Between sections a value has a key: its slot in a backward, its name in a stitched forward. One
+    section has it among its outputs. Each section's inputs are given by their keys; inputs of the
+    graph, which no section makes, may be among them.
     """
     readers: dict[Any, list[SectionIndex]] = {}
-    for section, keys in numbered(SectionIndex, taken):
+    for section, keys in numbered(SectionIndex, inputs_of_sections):
         for key in dict.fromkeys(keys):
             readers.setdefault(key, []).append(section)
     crossings = []
-    for section, outputs in numbered(SectionIndex, made):
+    for section, outputs in numbered(SectionIndex, outputs_of_sections):
         for key, (value, num_bytes) in outputs.items():
             if key in readers:  # else the graph returns it, and no section takes it
                 crossing = Crossing(
@@ -186,7 +190,8 @@ def graph_of_cuts(
     """Sections and buckets as nodes, and what goes from one to another as edges.
 
     Nodes are called `4/0 section 2`, or `4/0` where a graph is whole, and `bucket 1`. `texts` has
-    each graph's text by the graph's name, `buckets` each bucket's parameters and its further
+    each graph's text by the graph's name, or lacks it where nobody has one: then no value is seen
+    to go from section to section. `buckets` has each bucket's parameters and its further
     attributes. `Explanation.to_networkx` says which attributes there are; all are text or numbers,
     as GraphML needs them.
     """
@@ -215,7 +220,7 @@ def graph_of_cuts(
                 if name in bucket_of:  # else its bucket is not known
                     carried = edges.setdefault((node, bucket_of[name]), {})
                     carried[name] = num_bytes[name]
-        for crossing in texts[cut.graph].crossings if cut.graph in texts else ():
+        for crossing in texts.get(cut.graph, GraphText()).crossings:
             maker = cut.name_of(cut.sections[crossing.made_in])
             value = crossing.value
             label = " ".join(filter(None, (value.name, value.shape, value.source)))

@@ -76,7 +76,7 @@ class ReducerBuckets:
     """
 
     def __init__(self, origin: Origin = Origin.FORMED, given: Buckets | None = None) -> None:
-        """Note whose the buckets are, and which ones the Reducer was `given`."""
+        """Note whose the buckets are; all but those that DDP forms itself are `given`."""
         assert (origin is Origin.FORMED) == (given is None)
         self.origin = origin
         self.answer = Answer.AWAITED
@@ -85,9 +85,10 @@ class ReducerBuckets:
         self._num_questions = 0
 
     def ask(self, ddp: DistributedDataParallel) -> int:
-        """Ask the Reducer for its buckets; return how often it was asked.
+        """Ask the Reducer for its buckets, and keep them; return how often it was asked.
 
-        The runners of graphs do so in each step, until there is an answer or they have asked often.
+        The runners of graphs do so in each step that communicates, until there is an answer, or
+        this number says that they have asked often.
 
         Raises:
             TorchDriftError: this release does not report them, now or later.
@@ -111,7 +112,8 @@ class ReducerBuckets:
 
         A compile may need them before any runner has asked: DDP may have had them from the start,
         or since steps that ran no code of ours. What the Reducer says here is not kept: with
-        `find_unused_parameters` buckets are final until somebody calls `_set_static_graph()`.
+        `find_unused_parameters` buckets are final until somebody calls `_set_static_graph()`. DDP
+        refuses that as soon as a step communicates, and only in such steps `ask` is called.
         """
         if self._known is not None:
             return self._known

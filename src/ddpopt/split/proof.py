@@ -128,7 +128,7 @@ class Releases:
     """Where autograd releases gradients, as `releases.py` noted it; empty where it did not."""
 
     # For the gradient of each argument, how many others autograd releases before it.
-    num_before: Mapping[Argument, int] = field(default_factory=dict)
+    num_released_before: Mapping[Argument, int] = field(default_factory=dict)
     # The arguments that go straight into each `autograd.Function`, by its number.
     function_arguments: Mapping[FunctionNumber, AbstractSet[Argument]] = field(default_factory=dict)
 
@@ -213,7 +213,7 @@ def prove_backward(  # noqa: PLR0913  # what is proven, and all that it is prove
         "a section makes a call again that is neither a view nor a constant",
     )
     _require(whole.writes == split.writes, "what is written to arguments differs")
-    facts = read_backward(gm, reachable, unwritten, releases.num_before)
+    facts = read_backward(gm, reachable, unwritten, releases.num_released_before)
     calls = call_nodes(gm.graph)
     # The last section in which each event is. A call that computes a size from an input's is made
     # by several sections, and reads the input in each.
@@ -450,8 +450,8 @@ def _require_collectives_behind(
         ran = ran_in[what_of[call]]
         num_released = num_released_before_call(call)
         for argument, released in released_in.items():
-            if num_released is not None and argument in releases.num_before:
-                is_behind = releases.num_before[argument] < num_released
+            if num_released is not None and argument in releases.num_released_before:
+                is_behind = releases.num_released_before[argument] < num_released
             else:  # a recomputed call, one behind all releases, or nothing was noted of the graph
                 is_behind = facts.release_places[argument] < place
             # A section releases its gradients behind all of its calls.

@@ -63,7 +63,7 @@ class ReleaseOrder:
         # released. None until the forward has ended.
         self._last_node: fx.Node | None = None
 
-    def num_before(self, argument: Argument) -> int:
+    def num_released_before(self, argument: Argument) -> int:
         """How many gradients are released before this argument's.
 
         All of them, if autograd did not say when it releases this one: later is never wrong.

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ddpopt import _logs, _torch
 from ddpopt.errors import NotCutError, Reason
 
-_QUIET_S = 3.0  # of compiling before anything is reported, and between reports
+_BETWEEN_REPORTS_S = 3.0  # of compiling; as long before the first report
 
 _T = TypeVar("_T")
 
@@ -33,7 +33,7 @@ class SectionCompiler:
             NotCutError: `compile_it` raised; the error has the section's `description`.
         """
         taken_s = time.monotonic() - self._began_s
-        if taken_s >= self._reported_s + _QUIET_S:
+        if taken_s >= self._reported_s + _BETWEEN_REPORTS_S:
             self._reported_s = taken_s
             text = "graph %s: compiling section %d of %d, after %.0f s"
             _logs.progress(text, self.graph, index + 1, self.num_sections, taken_s)
