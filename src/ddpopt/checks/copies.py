@@ -130,9 +130,7 @@ class Rehearsal:
             torch.enable_grad(),
             restoring_randomness(self.ddp),
             copied.drawing_as_compiled(),
-            _copies.shielded(
-                self.ddp.module, copied.initial_buffers, OptionError, _NAME_IN_ERRORS
-            ),
+            _copies.shielded(self.ddp.module, copied.initial_buffers, OptionError, _NAME_IN_ERRORS),
         ):
             with self.stage("forward"):
                 loss, _ = copied.forward(batch)

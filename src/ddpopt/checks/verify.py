@@ -27,9 +27,9 @@ from ddpopt.checks.copies import (
     ModelCopy,
     Outcome,
     Rehearsal,
-    raising_broken_off,
     copy_model,
     is_compiled_by_us,
+    raising_broken_off,
 )
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import DDPOptError, OptionError

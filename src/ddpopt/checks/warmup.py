@@ -13,9 +13,9 @@ from ddpopt._text import installed_version
 from ddpopt.checks.copies import (
     ModelCopy,
     Rehearsal,
-    raising_broken_off,
     dtype_name,
     is_compiled_by_us,
+    raising_broken_off,
 )
 from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
@@ -71,7 +71,7 @@ def compile_ahead(run: Rehearsal, *, has_own_code: bool = False) -> ModelCopy:
     with run.stage("comparing"):
         if not has_own_code:
             # Training will run the copy's code, and go on with the search for better buckets that
-            # the copy's first forward began. `code` has Dynamo's entries, to be dropped for a recut.
+            # the copy's first forward began. `code` has Dynamo's entries for it.
             state.get(run.ddp).code += state_of_copy.code
             tuner.continue_search(copied.ddp, run.ddp)
         facts = _facts_of(run.ddp, state_of_copy.cuts)

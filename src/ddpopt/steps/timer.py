@@ -29,8 +29,8 @@ class Step:
     """The times of one step, as a `Clock` has them; 0 is unknown.
 
     `ready` and `launched` are the times around DDP's own hook on each gradient, see [Note: times of
-    a step]. `backwards` has autograd's number of each backward that ran, with the index of a
-    gradient that arrived in it.
+    a step]. `gradient_of_backward` has one gradient that arrived in each backward that ran, by
+    autograd's number of the backward.
     """
 
     began: float
@@ -39,7 +39,7 @@ class Step:
     backward_ended: float = 0.0
     ready: dict[ParameterIndex, float] = field(default_factory=dict)
     launched: dict[ParameterIndex, float] = field(default_factory=dict)
-    backwards: dict[int, ParameterIndex] = field(default_factory=dict)
+    gradient_of_backward: dict[int, ParameterIndex] = field(default_factory=dict)
 
 
 class StepTimer:
@@ -72,6 +72,7 @@ class StepTimer:
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
+        # In each step, that is; the Reducer then does not follow the order of arrival.
         self._looks_for_unused = not _torch.follows_arrival_order(ddp)
         # Autograd's nodes live only as long as somebody holds them.
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
@@ -103,7 +104,7 @@ class StepTimer:
         if ddp is None or not any(parameter.requires_grad for parameter in self._parameters):
             return False
         self._is_in_forward = True
-        if self.step is not None and not self.step.ready:
+        if self.step is not None and not self.step.ready:  # several forwards before a backward
             self.step.num_forwards += 1
             return False
         self.steps.append(Step(began=self._clock.now()))
@@ -149,7 +150,8 @@ class StepTimer:
         # Lightning's manual optimization runs the backward within forward, which then goes on.
         self.end_forward()
         self._ends.watch()
-        step.backwards[_torch.running_backward()] = index
+        # By this gradient's hook alone `ddpopt.record` may watch for the end of that backward.
+        step.gradient_of_backward[_torch.running_backward()] = index
         step.ready[index] = self._clock.now()
         self._on_ready(index)
 
