@@ -160,6 +160,7 @@ def _check_nodes(training: Training, algorithm: Algorithm[Any]) -> None:
 
 def _check_is_free(ddp: DistributedDataParallel) -> None:
     """Raise AttachError if an algorithm or another comm hook reduces the module's buckets."""
+    # The comm hook of an algorithm stays after `detach`, since DDP keeps hooks; it is idle then.
     reduction = _torch.bucket_reduction(ddp)
     if reduction is None and _torch.has_comm_hook(ddp):
         raise AttachError(

@@ -129,7 +129,7 @@ def _keys(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
     Entries of parameters that no group has any more are left out.
     """
-    if _keeps_a_share(optimizer):
+    if _keeps_a_share(optimizer):  # of its own on each rank, so there is nothing to make equal
         return {}
     keys: dict[str, Any] = {}
     for group in optimizer.param_groups:

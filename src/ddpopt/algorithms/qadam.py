@@ -261,13 +261,14 @@ class QAdamHandle(BackgroundHandle):
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
-        # `no_grad`, had no backward. What follows, if not in a pause, is a backward that reduces.
+        # `no_grad`, had no backward.
+        # Below this, a bucket is of a step.
         if self.is_paused or not _torch.syncs_gradients(self.training.ddp):
             return self.groups.ddp.mean_bucket(bucket)
         self._compare_updates()
         if self._disagreement is not None:
             self._failure = self._disagreement  # which the end of backward raises
-            return super().reduce(bucket)
+            return super().reduce(bucket)  # which changes nothing
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             if parameter in self._warm:
