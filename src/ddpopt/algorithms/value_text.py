@@ -30,18 +30,7 @@ _MOST_NUMBERS_SHOWN = 16
 # Objects of these types differ between equal ranks, as weights do before `attach`, so only their
 # types are compared.
 _BY_TYPE_ONLY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, io.IOBase)
-_BY_REPR = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    range,
-    torch.dtype,
-)
+_BY_REPR = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype)
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,

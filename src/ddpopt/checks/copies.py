@@ -47,7 +47,7 @@ class BrokenOffError(PeerError):
 def raising_broken_off() -> Iterator[None]:
     """Raise a BrokenOffError for a PeerError of this block, in which ranks run collectives.
 
-    After other errors of a verification that nobody asked for by a call, training goes on.
+    `first_step` raises it, and trains on after any other PeerError.
     """
     try:
         yield
@@ -226,8 +226,8 @@ def copy_model(
             raise OptionError(problem)
     # Buckets are not taken over: the copy has a new Reducer.
     state.get(made.ddp).mark_as_copy_of(state.get(original))
-    # Without a finished search for buckets, compiling for the copy begins one, which `warmup` hands
-    # on to the original.
+    # Unless a search for buckets is over, compiling for the copy may begin one, which `warmup`
+    # hands on to the original.
     tuner.share_if_done(original, made.ddp)
     # The memo has each copy by its original's id, `made.ddp` among them. Copying the loss adds
     # DDP modules that only the loss holds, such as a discriminator.

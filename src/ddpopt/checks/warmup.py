@@ -76,7 +76,7 @@ def compile_ahead(run: Rehearsal, *, has_own_code: bool = False) -> ModelCopy:
             tuner.continue_search(copied.ddp, run.ddp)
         facts = _facts_of(run.ddp, state_of_copy.cuts)
     # No error yet: in mid-training one rank alone may compile nothing more, past Dynamo's limit of
-    # recompiles, and `_compare_models` warns then.
+    # recompiles, which `_compare_models` judges.
     problem = "" if state_of_copy.cuts else _why_nothing_compiled(run.model)
     _compare_models(run.ddp, _Report(facts, problem))
     return copied
