@@ -104,7 +104,8 @@ class StepTimer:
         if ddp is None or not any(parameter.requires_grad for parameter in self._parameters):
             return False
         self._is_in_forward = True
-        if self.step is not None and not self.step.ready:  # several forwards before a backward
+        # Several forwards before a backward are one step's.
+        if self.step is not None and not self.step.ready:
             self.step.num_forwards += 1
             return False
         self.steps.append(Step(began=self._clock.now()))
