@@ -97,7 +97,7 @@ def _make_handle(training: Training, algorithm: Algorithm[HandleT], remedy: str)
         require_equal(training.ddp, make_and_take_over, AttachError, remedy)
     except BaseException as error:
         for handle in handles:
-            handle.abandon()
+            handle.abandon()  # undoes `take_over`, and raises nothing
         # Unless all ranks know of the failure, others may be waiting on a group, which so has to
         # stay, as in `detach`. After a PeerError, or KeyboardInterrupt, they do not know.
         if isinstance(error, Exception) and not isinstance(error, PeerError):

@@ -162,7 +162,7 @@ class LowPrecisionDecentralizedHandle(Handle):
                 leave_in_flight(work, flags, self.groups.everyone.group)
                 raise
             work.wait()
-        self._raise_problem(flags.tolist())
+        self._raise_problem(flags.tolist())  # before replicas or weights change
         if self.replicas is not None:
             sizes = [len(message) for message in messages]
             for replica, all_messages in zip(self.replicas, received, strict=True):

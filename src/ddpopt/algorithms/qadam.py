@@ -140,7 +140,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0])
 
     def _update(self, parameter: Any, group: dict[str, Any]) -> None:
-        """Update a parameter after the warm-up, with the variance that it had at its end."""
+        """Update a parameter after its warm-up, with the variance from the end of that."""
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
         if parameter not in self._with_momentum:

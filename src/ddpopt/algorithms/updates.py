@@ -63,9 +63,9 @@ class UpdateWatch:
         self.take_baseline()
 
     def take_baseline(self) -> None:
-        """Take what was written to weights up to here for no update of a silent optimizer.
+        """Take what was written to weights up to here for no update of an optimizer.
 
-        What is written after it, and without the hooks of a step, is one.
+        What is written after it is one, if the optimizer goes on to call no hooks.
         """
         for optimizer in self._yet_to_call_hooks:
             self._yet_to_call_hooks[optimizer] = _torch.versions(self._updated_by(optimizer))
@@ -94,6 +94,7 @@ class UpdateWatch:
         if not self._is_update_expected:
             return
         for optimizer, versions in self._yet_to_call_hooks.items():
+            # Without versions there is no baseline to compare with.
             if versions and versions != _torch.versions(self._updated_by(optimizer)):
                 self._written.add(optimizer)
 

@@ -55,7 +55,7 @@ class StepErrors(NamedTuple):
 def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
     """The tolerance for each name that `precision_of` returns, from fine to coarse.
 
-    `tolerances` overrides `TOLERANCES`.
+    `tolerances` overrides `TOLERANCES`. The limit of a dtype that this lacks is never asked for.
     """
     limits = {}
     remedy = "give relative errors by dtype, as {torch.float32: 1e-2}"
@@ -132,8 +132,8 @@ def relative_error(
 ) -> float:
     """The largest difference over the largest magnitude of `expected`, or over `floor`.
 
-    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ, or if zero
-    is expected and something else is there.
+    Infinite if one is missing, or if shape, dtype, layout, integers or non-finite elements differ,
+    or if zero is expected and something else is there.
     """
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
