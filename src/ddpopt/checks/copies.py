@@ -188,8 +188,8 @@ class ModelCopy:
         loss, dtypes = self.forward(_copies.copy_batch(batch, OptionError))
         self.backward(loss)
         gradients: dict[str, torch.Tensor | None] = {}
-        # Plain names lack `_orig_mod` and other wrappers' names: ranks compare gradients by name, and
-        # may have compiled different parts.
+        # Plain names lack those of wrappers, such as `_orig_mod`: ranks compare gradients by name,
+        # and may have compiled different parts.
         parameters = dict(self.ddp.module.named_parameters())
         for name, plain_name in _torch.plain_names(parameters).items():
             if parameters[name].requires_grad:
