@@ -219,7 +219,7 @@ class AveragingLoop:
 
     @contextlib.contextmanager
     def _locked_owner(self) -> Iterator[Handle]:
-        """The owner, with the lock on its weights."""
+        """The owner, with the lock on its weights; _OverError ends the thread if either is gone."""
         if not self.weights_lock.acquire():
             raise _OverError
         try:

@@ -83,7 +83,7 @@ def start_thread(name: str, run: Callable[[], None], end: Callable[[], object]) 
         finally:
             _threads.pop(thread, None)
 
-    _forget_what_is_over()
+    _forget_what_is_over()  # and, in a fork, what only its parent has
     thread = threading.Thread(target=run_listed, name=name, daemon=True)
     _threads[thread] = end
     try:

@@ -340,7 +340,7 @@ class Handle:
             lambda: self.check_state(state),
             AttachError,
             "load what all ranks saved after the same step",
-            group=self.groups.everyone.group,
+            group=self.groups.everyone.group,  # on which nobody but this algorithm communicates
         )
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
         self._seen_communications = self.num_communications

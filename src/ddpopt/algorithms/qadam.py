@@ -52,7 +52,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        # Parameters whose `grad` is their momentum, which `step` has not used yet.
+        # Parameters whose `grad` is their next momentum, until `step` has used it or `zero_grad`.
         self._with_momentum: set[torch.Tensor] = set()
         defaults = {
             "lr": lr,

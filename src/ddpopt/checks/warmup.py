@@ -65,7 +65,7 @@ def warmup(
 
 
 def compile_ahead(run: Rehearsal, *, has_own_code: bool = False) -> ModelCopy:
-    """As `warmup`, but return the copy, which may have code of its own (see `ModelCopy`)."""
+    """As `warmup`, but return the copy; if it `has_own_code`, training does not run that code."""
     copied, _ = run.rehearse(has_own_code=has_own_code)
     state_of_copy = state.get(copied.ddp)
     with run.stage("comparing"):
