@@ -50,7 +50,7 @@ class FairLock:
         # Who has the lock, and behind it who waits.
         self._line: list[object] = []
         self._is_closed = False
-        self._queued = None if device.type == "cpu" else torch.Event(device)
+        self._queued_at_release = None if device.type == "cpu" else torch.Event(device)
 
     def acquire(self) -> bool:
         """Wait for the lock; return False, without it, if it was closed first."""
@@ -63,14 +63,14 @@ class FairLock:
             finally:
                 if not is_acquired:  # closed, or KeyboardInterrupt
                     self._leave(place_in_line)
-        if is_acquired and self._queued is not None:
-            self._queued.wait()
+        if is_acquired and self._queued_at_release is not None:
+            self._queued_at_release.wait()
         return is_acquired
 
     def release(self) -> None:
         """Give the lock to whoever is next in line; only who has it may call this."""
-        if self._queued is not None:
-            self._queued.record()
+        if self._queued_at_release is not None:
+            self._queued_at_release.record()
         with self._changed:
             self._leave(self._line[0])
 

@@ -161,7 +161,7 @@ def _describe(training: Training, optimizer: torch.optim.Optimizer) -> _States:
 
 
 def _pickle_containers(structure: Any, num_leaves: int) -> bytes | None:
-    """`_State.containers` of a state that `_torch.flatten` has taken apart."""
+    """The containers of a flattened state, with numbers as leaves; None if they do not pickle."""
     try:
         return pickle.dumps(_torch.unflatten(range(num_leaves), structure))
     except Exception:
@@ -176,8 +176,8 @@ def _describe_leaf(leaf: Any) -> _Leaf:
         if parts:
             is_alone = len(parts) == 1 and parts[0] is leaf
             kind = "" if is_alone else text_of(leaf)
-            kinds = tuple((part.dtype, tuple(part.shape)) for part in parts)
-            return _Tensors(kind, kinds, leaf.device.type == "cpu")
+            dtypes_and_shapes = tuple((part.dtype, tuple(part.shape)) for part in parts)
+            return _Tensors(kind, dtypes_and_shapes, leaf.device.type == "cpu")
     elif type(leaf) in _PLAIN:
         return _Plain(leaf)
     return _Object(text_of(leaf))

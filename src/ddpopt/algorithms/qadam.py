@@ -262,9 +262,9 @@ class QAdamHandle(BackgroundHandle):
     def reduce(self, bucket: Bucket) -> GradientFuture:
         # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
         # `no_grad`, had no backward.
-        # Below this, a bucket is of a step.
         if self.is_paused or not _torch.syncs_gradients(self.training.ddp):
             return self.groups.ddp.mean_bucket(bucket)
+        # From here on the bucket is one of a step.
         self._compare_updates()
         if self._disagreement is not None:
             self._failure = self._disagreement  # which the end of backward raises

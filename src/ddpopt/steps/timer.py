@@ -68,7 +68,7 @@ class StepTimer:
         self._is_in_forward = False
         # Whether a gradient that arrives now is of no step: something else than the last step's
         # backward has begun.
-        self._is_over = False
+        self._is_step_over = False
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
@@ -88,7 +88,7 @@ class StepTimer:
     @property
     def step(self) -> Step | None:
         """The step that a gradient would belong to, None between steps."""
-        return self.steps[-1] if self.steps and not self._is_over else None
+        return self.steps[-1] if self.steps and not self._is_step_over else None
 
     @property
     def num_backwards(self) -> int:
@@ -109,7 +109,7 @@ class StepTimer:
             self.step.num_forwards += 1
             return False
         self.steps.append(Step(began=self._clock.now()))
-        self._is_over = False
+        self._is_step_over = False
         return True
 
     def end_forward(self) -> None:
@@ -122,7 +122,7 @@ class StepTimer:
         """Note a forward that does not communicate; its backward is in no step."""
         # Between a step's forward and its backward it may be an evaluation, which ends nothing.
         if self.steps and self.steps[-1].backward_ended:
-            self._is_over = True
+            self._is_step_over = True
 
     def watch_only(self, indices: Collection[ParameterIndex]) -> None:
         """Note no other gradients from here on: hooks on hundreds of them cost time."""
@@ -146,7 +146,7 @@ class StepTimer:
         # backward. If DDP looks for unused parameters, it allows no backward within another.
         is_another = index in step.ready or self._looks_for_unused
         if step.backward_ended and is_another and not self._ends.is_pending:
-            self._is_over = self.has_unreduced = True
+            self._is_step_over = self.has_unreduced = True
             return
         # Lightning's manual optimization runs the backward within forward, which then goes on.
         self.end_forward()
