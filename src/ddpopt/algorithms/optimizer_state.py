@@ -293,6 +293,7 @@ def _receive(
             leaf = leaves_before.get(path)
             if isinstance(described, _Tensors):
                 leaf = _receive_tensors(training, described, leaf, problems)
+            # By their texts a NaN is equal to itself, and True is not 1.
             elif isinstance(described, _Plain) and text_of(leaf) != text_of(described.value):
                 leaf = described.value
             leaves.append(leaf)
