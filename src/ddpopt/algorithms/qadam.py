@@ -105,7 +105,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
 
     @torch.no_grad()
-    @_torch.calls_users_code  # the closure
+    @_torch.calls_users_code  # the closure, which Dynamo may compile
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # one signature for torch's two
         """Update the parameters.
 
@@ -179,7 +179,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             gradients,
             averages,
             squares,
-            [],
+            [],  # the maxima of squares, for amsgrad
             steps,
             amsgrad=False,
             maximize=False,
@@ -199,7 +199,7 @@ def _ends_warmup(num_updates: int, group: dict[str, Any]) -> bool:
 def _check_settings(settings: dict[str, Any]) -> None:
     """Raise unless a parameter group may have these settings."""
     check_count("warmup_steps", settings["warmup_steps"], 1)
-    # `lr` may be a tensor, as Adam's may.
+    # `lr` may be a tensor, as Adam's may. A NaN is not at least 0 either.
     for name in ("lr", "eps", "weight_decay"):
         if not settings[name] >= 0:
             raise OptionError(f"{name} is {settings[name]}; it must be 0 or more")
