@@ -74,7 +74,7 @@ def test_a_copy_compiles_for_a_goal_by_the_rules_of_its_original(
     ddps = DistributedDataParallel(MLP(1)), DistributedDataParallel(MLP(1))
     original, copied = map(state.get, ddps)
     original.begin_search(is_provisional=True)
-    copied.become_copy_of(original)
+    copied.mark_as_copy_of(original)
     if goal is not Goal.SEARCHED:  # which says itself whether it is provisional
         _begin(copied, goal)
     assert copied.rules == original.rules

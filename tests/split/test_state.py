@@ -110,7 +110,7 @@ def test_a_reset_clears_what_goes_with_compiled_code_and_nothing_else(one_rank: 
 def test_a_copy_stays_one_at_a_reset(one_rank: None) -> None:
     """One rank alone may reset, and ranks act otherwise on a copy than on what users train."""
     original, copied = state.get(_ddp()), state.get(_ddp())
-    copied.become_copy_of(original)
+    copied.mark_as_copy_of(original)
     state.forget_all()
     assert [original.is_copy, copied.is_copy] == [False, True]
 

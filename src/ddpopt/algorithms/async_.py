@@ -50,7 +50,7 @@ class FairLock:
         # Who has the lock, and behind it who waits.
         self._line: list[object] = []
         self._is_closed = False
-        self._queued = None if device.type == "cpu" else torch.Event(device)
+        self._queued_at_release = None if device.type == "cpu" else torch.Event(device)
 
     def acquire(self) -> bool:
         """Wait for the lock; return False, without it, if it was closed first."""
@@ -63,14 +63,14 @@ class FairLock:
             finally:
                 if not is_acquired:  # closed, or KeyboardInterrupt
                     self._leave(place_in_line)
-        if is_acquired and self._queued is not None:
-            self._queued.wait()
+        if is_acquired and self._queued_at_release is not None:
+            self._queued_at_release.wait()
         return is_acquired
 
     def release(self) -> None:
         """Give the lock to whoever is next in line; only who has it may call this."""
-        if self._queued is not None:
-            self._queued.record()
+        if self._queued_at_release is not None:
+            self._queued_at_release.record()
         with self._changed:
             self._leave(self._line[0])
 
@@ -102,7 +102,7 @@ class AveragingLoop:
         group, device = owner.training.group, owner.training.device
         self.weights_lock = FairLock(device)  # see [Note: the lock on weights]
         # A gloo group even if the data's group is NCCL's: agreeing needs no accelerator.
-        assert owner.groups.agreement is not None
+        assert owner.groups.agreement is not None, "AsyncModelAverage.agrees_on_cpu"
         self._agreement = owner.groups.agreement
         self._data = owner.groups.everyone
         self._timeout_s: float = _torch.group_timeout(group, device).total_seconds()
@@ -190,12 +190,12 @@ class AveragingLoop:
         with self._locked_owner() as owner:
             copies = owner.weights.copy()
             del owner  # it may be collected while ranks communicate
-        first, last = self._data.divisors
+        before_sum, after_sum = self._data.divisors  # a float16 sum might overflow
         change = []
         for copied in copies:
             mean = copied.clone()
-            self._reduce(mean.div_(first), self._data, dist.ReduceOp.SUM)
-            change.append(mean.div_(last).sub_(copied))
+            self._reduce(mean.div_(before_sum), self._data, dist.ReduceOp.SUM)
+            change.append(mean.div_(after_sum).sub_(copied))
         with self._locked_owner() as owner:
             owner.weights.add(change)
             owner.num_communications += 1
@@ -211,6 +211,7 @@ class AveragingLoop:
         poll_s = _SHORTEST_POLL_S
         while not work.is_completed():
             if self._is_over.wait(poll_s):
+                # The collective may still write to `values`, which must live until then.
                 leave_in_flight(work, values, communicator.group)
                 raise _OverError
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
@@ -218,7 +219,7 @@ class AveragingLoop:
 
     @contextlib.contextmanager
     def _locked_owner(self) -> Iterator[Handle]:
-        """The owner, with the lock on its weights."""
+        """The owner, with the lock on its weights; _OverError ends the thread if either is gone."""
         if not self.weights_lock.acquire():
             raise _OverError
         try:
@@ -259,8 +260,8 @@ class AsyncModelAverageHandle(Handle):
         Raises:
             PeerError: a round failed, or a rank did not call this within the group's timeout.
         """
-        self.settle()
-        if not self.is_paused:
+        self.settle()  # ends an open step
+        if not self.is_paused:  # in a pause the rounds are stopped already
             self.begin_pause()
         self._is_aborted = True
 

@@ -97,7 +97,7 @@ def _make_handle(training: Training, algorithm: Algorithm[HandleT], remedy: str)
         require_equal(training.ddp, make_and_take_over, AttachError, remedy)
     except BaseException as error:
         for handle in handles:
-            handle.abandon()
+            handle.abandon()  # undoes `take_over`, and raises nothing
         # Unless all ranks know of the failure, others may be waiting on a group, which so has to
         # stay, as in `detach`. After a PeerError, or KeyboardInterrupt, they do not know.
         if isinstance(error, Exception) and not isinstance(error, PeerError):
@@ -160,6 +160,7 @@ def _check_nodes(training: Training, algorithm: Algorithm[Any]) -> None:
 
 def _check_is_free(ddp: DistributedDataParallel) -> None:
     """Raise AttachError if an algorithm or another comm hook reduces the module's buckets."""
+    # The comm hook of an algorithm stays after `detach`, since DDP keeps hooks; it is idle then.
     reduction = _torch.bucket_reduction(ddp)
     if reduction is None and _torch.has_comm_hook(ddp):
         raise AttachError(

@@ -83,7 +83,7 @@ def start_thread(name: str, run: Callable[[], None], end: Callable[[], object]) 
         finally:
             _threads.pop(thread, None)
 
-    _forget_what_is_over()
+    _forget_what_is_over()  # and, in a fork, what only its parent has
     thread = threading.Thread(target=run_listed, name=name, daemon=True)
     _threads[thread] = end
     try:
@@ -100,8 +100,13 @@ def leave_in_flight(work: Any, values: torch.Tensor, group: dist.ProcessGroup) -
     _left.append(_Left(work, values, group))
 
 
+def _is_forked() -> bool:
+    """Whether another process has these threads and collectives, of which this one is a fork."""
+    return _process != [os.getpid()]
+
+
 def _forget_what_is_over() -> None:
-    if _process != [os.getpid()]:
+    if _is_forked():
         _process[:] = [os.getpid()]
         _threads.clear()
         _left.clear()
@@ -111,9 +116,10 @@ def _forget_what_is_over() -> None:
 @atexit.register
 def _end_all() -> None:
     """End all threads and wait for what they left; see [Note: the end of a process]."""
-    if _process != [os.getpid()] or not (_threads or _left):
+    if _is_forked() or not (_threads or _left):
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
+    # Ranks give up one after the other, see `_STAGGER_S`.
     limit_s = EXIT_S + _STAGGER_S * (rank % _MOST_STAGGERED)
     stop_s = time.monotonic() + limit_s
     for end in list(_threads.values()):
@@ -134,7 +140,7 @@ def _end_all() -> None:
         # (A collective that a thread still waits for is kept alive by that thread.)
         for kept in (left.values, left.group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    time.sleep(_POLL_S)
+    time.sleep(_POLL_S)  # while threads of gloo let go of tensors of collectives that are over
 
 
 def _in_flight() -> list[_Left]:

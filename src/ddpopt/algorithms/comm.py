@@ -53,8 +53,8 @@ class Communicator:
         # the sum of two float16 weights of 40,000 has no number in float16, though their mean has.
         # The first is a power of 2, by which a division is exact unless it underflows: means are,
         # bitwise, the divided sums.
-        first = 2 ** (self.num_ranks - 1).bit_length()
-        self.divisors = (first, self.num_ranks / first)
+        before_sum = 2 ** (self.num_ranks - 1).bit_length()
+        self.divisors = (before_sum, self.num_ranks / before_sum)
         self.is_gloo = _torch.group_backend(group, device) == "gloo"
 
     def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
@@ -70,11 +70,11 @@ class Communicator:
 
     def mean(self, values: torch.Tensor) -> None:
         """Replace `values` by their mean over all ranks."""
-        first, last = self.divisors
-        values.div_(first)
+        before_sum, after_sum = self.divisors  # divided at the end alone, a sum might overflow
+        values.div_(before_sum)
         self.all_reduce(values).wait()
-        if last != 1:
-            values.div_(last)
+        if after_sum != 1:
+            values.div_(after_sum)
 
     def mean_bucket(self, bucket: Any) -> Any:
         """The future mean of a bucket of DDP's gradients, made as DDP makes it."""
@@ -194,7 +194,7 @@ class Groups:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank has sent so far, except within its node and on `agreement`."""
+        """What this rank has sent so far, except what stays within its node, and on `agreement`."""
         total = self.ddp.sent_bytes + self.everyone.sent_bytes
         if self.leaders is not None and self.leaders is not self.everyone:
             total += self.leaders.sent_bytes
@@ -210,6 +210,7 @@ def _make_group(
     parent: Communicator, name: str, ranks: Sequence[int], backend: str = ""
 ) -> Communicator:
     """Make a group; only its ranks have to call this."""
+    # With a name of its own: torch would count groups for it, differently on ranks.
     with _torch.making_groups_apart(name):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
@@ -306,7 +307,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread, unless it was started or `close` called."""
-        if self._thread is not None or not self.close.alive:
+        if self._thread is not None or not self.close.alive:  # a finalizer that was called is dead
             return
         # The thread outlives the worker by the tasks that were queued, and holds these only.
         tasks, device = self._tasks, self._device

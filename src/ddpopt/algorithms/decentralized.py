@@ -162,7 +162,7 @@ class LowPrecisionDecentralizedHandle(Handle):
                 leave_in_flight(work, flags, self.groups.everyone.group)
                 raise
             work.wait()
-        self._raise_problem(flags.tolist())
+        self._raise_problem(flags.tolist())  # before replicas or weights change
         if self.replicas is not None:
             sizes = [len(message) for message in messages]
             for replica, all_messages in zip(self.replicas, received, strict=True):
@@ -231,7 +231,7 @@ class LowPrecisionDecentralizedHandle(Handle):
         return leaders.swap(values, ring)
 
     def _collect_flags(self, messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
-        """Start collecting two flags of each rank: codes are not finite, parameters not known."""
+        """Start collecting two flags of each rank: codes are not finite, a parameter not known."""
         training = self.training
         is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
         flags = torch.tensor([0, not is_known], dtype=torch.int32, device=training.device)
@@ -242,10 +242,10 @@ class LowPrecisionDecentralizedHandle(Handle):
     def _raise_problem(self, flags: Sequence[Sequence[int]]) -> None:
         """Raise on all ranks what is wrong on one."""
         non_finite = [rank for rank, (is_non_finite, _) in enumerate(flags) if is_non_finite]
-        changed = [rank for rank, (_, is_changed) in enumerate(flags) if is_changed]
-        if changed:
+        unknown = [rank for rank, (_, has_unknown) in enumerate(flags) if has_unknown]
+        if unknown:
             raise AttachError(
-                f"on {name_ranks(changed)} a parameter is trainable that DDP does not reduce and "
+                f"on {name_ranks(unknown)} a parameter is trainable that DDP does not reduce and "
                 "the algorithm does not know, since it was frozen when DDP was made and it was "
                 "attached; detach it, then wrap the model in DDP and attach it again"
             )
@@ -289,7 +289,7 @@ class LowPrecisionDecentralized(HierarchicalAlgorithm[LowPrecisionDecentralizedH
 
 
 def _encode_changes(flat: Sequence[torch.Tensor], replicas: Replicas) -> list[torch.Tensor]:
-    """The message of z for each bucket, flat; see LowPrecisionDecentralized."""
+    """The message of z = x + L/3 + R/3 - 5/3 W for each bucket; see LowPrecisionDecentralized."""
     messages = []
     for x, own, left, right in zip(flat, *replicas, strict=True):
         # At least in float32: z is a small difference of large numbers.

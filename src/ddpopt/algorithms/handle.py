@@ -100,7 +100,7 @@ class Handle:
         # without being counted.
         self._seen_communications = 0
         self._updates = UpdateWatch(training)
-        self._frozen = self._find_unknown_parameters()
+        self._unknown_parameters = self._find_unknown_parameters()
 
         # ---- Where the handle is ----
         self._life = Life.ATTACHED
@@ -141,7 +141,7 @@ class Handle:
         The comm hook comes last, since it cannot be taken back.
         """
         ddp = self.training.ddp
-        _torch.hide_from_dynamo()
+        _torch.hide_from_dynamo()  # or it would compile what the hooks below do
         # The model keeps the handle alive by this one; the optimizers do not.
         self._removable_hooks.append(
             ddp.register_forward_pre_hook(ModuleHook(self._before_forward))
@@ -340,7 +340,7 @@ class Handle:
             lambda: self.check_state(state),
             AttachError,
             "load what all ranks saved after the same step",
-            group=self.groups.everyone.group,
+            group=self.groups.everyone.group,  # on which nobody but this algorithm communicates
         )
         self.num_steps, self.num_communications = (state[name] for name in _COUNTERS)
         self._seen_communications = self.num_communications
@@ -383,9 +383,9 @@ class Handle:
         """Begin a step."""
         self._step = Step.FORWARD
         self.num_steps += 1
-        unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
+        unfrozen = [name for name, p in self._unknown_parameters.items() if p.requires_grad]
         for name in unfrozen:
-            del self._frozen[name]  # say it once
+            del self._unknown_parameters[name]  # say it once
             _logs.warning(
                 "%s was unfrozen, and each rank trains its own: DDP does not reduce it, since it "
                 "was frozen when DDP was made, and %s does not know it; make DDP anew, and attach "
@@ -451,7 +451,7 @@ class Handle:
             self._updates.note_written()  # by others, before this handle writes to weights
             self.before_update()
             self._finish_step()
-            self._updates.take_baseline()
+            self._updates.take_baseline()  # what this handle wrote is no update
 
     def _finish_step(self) -> None:
         """End a step after its updates, and count whether ranks communicated in it."""

@@ -129,7 +129,7 @@ def _keys(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
     Entries of parameters that no group has any more are left out.
     """
-    if _keeps_a_share(optimizer):
+    if _keeps_a_share(optimizer):  # of its own on each rank, so there is nothing to make equal
         return {}
     keys: dict[str, Any] = {}
     for group in optimizer.param_groups:
@@ -161,7 +161,7 @@ def _describe(training: Training, optimizer: torch.optim.Optimizer) -> _States:
 
 
 def _pickle_containers(structure: Any, num_leaves: int) -> bytes | None:
-    """`_State.containers` of a state that `_torch.flatten` has taken apart."""
+    """The containers of a flattened state, with numbers as leaves; None if they do not pickle."""
     try:
         return pickle.dumps(_torch.unflatten(range(num_leaves), structure))
     except Exception:
@@ -176,8 +176,8 @@ def _describe_leaf(leaf: Any) -> _Leaf:
         if parts:
             is_alone = len(parts) == 1 and parts[0] is leaf
             kind = "" if is_alone else text_of(leaf)
-            kinds = tuple((part.dtype, tuple(part.shape)) for part in parts)
-            return _Tensors(kind, kinds, leaf.device.type == "cpu")
+            dtypes_and_shapes = tuple((part.dtype, tuple(part.shape)) for part in parts)
+            return _Tensors(kind, dtypes_and_shapes, leaf.device.type == "cpu")
     elif type(leaf) in _PLAIN:
         return _Plain(leaf)
     return _Object(text_of(leaf))
@@ -293,6 +293,7 @@ def _receive(
             leaf = leaves_before.get(path)
             if isinstance(described, _Tensors):
                 leaf = _receive_tensors(training, described, leaf, problems)
+            # By their texts a NaN is equal to itself, and True is not 1.
             elif isinstance(described, _Plain) and text_of(leaf) != text_of(described.value):
                 leaf = described.value
             leaves.append(leaf)

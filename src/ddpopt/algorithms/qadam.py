@@ -52,7 +52,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        # Parameters whose `grad` is their momentum, which `step` has not used yet.
+        # Parameters whose `grad` is their next momentum, until `step` has used it or `zero_grad`.
         self._with_momentum: set[torch.Tensor] = set()
         defaults = {
             "lr": lr,
@@ -105,7 +105,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         self._with_momentum.clear()
 
     @torch.no_grad()
-    @_torch.calls_users_code  # the closure
+    @_torch.calls_users_code  # the closure, which Dynamo may compile
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # one signature for torch's two
         """Update the parameters.
 
@@ -140,7 +140,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return self.state[parameter]["exp_avg"].lerp(decayed, 1 - group["betas"][0])
 
     def _update(self, parameter: Any, group: dict[str, Any]) -> None:
-        """Update a parameter after the warm-up, with the variance that it had at its end."""
+        """Update a parameter after its warm-up, with the variance from the end of that."""
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
         if parameter not in self._with_momentum:
@@ -179,7 +179,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             gradients,
             averages,
             squares,
-            [],
+            [],  # the maxima of squares, for amsgrad
             steps,
             amsgrad=False,
             maximize=False,
@@ -199,7 +199,7 @@ def _ends_warmup(num_updates: int, group: dict[str, Any]) -> bool:
 def _check_settings(settings: dict[str, Any]) -> None:
     """Raise unless a parameter group may have these settings."""
     check_count("warmup_steps", settings["warmup_steps"], 1)
-    # `lr` may be a tensor, as Adam's may.
+    # `lr` may be a tensor, as Adam's may. A NaN is not at least 0 either.
     for name in ("lr", "eps", "weight_decay"):
         if not settings[name] >= 0:
             raise OptionError(f"{name} is {settings[name]}; it must be 0 or more")
@@ -261,13 +261,14 @@ class QAdamHandle(BackgroundHandle):
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
-        # `no_grad`, had no backward. What follows, if not in a pause, is a backward that reduces.
+        # `no_grad`, had no backward.
         if self.is_paused or not _torch.syncs_gradients(self.training.ddp):
             return self.groups.ddp.mean_bucket(bucket)
+        # From here on the bucket is one of a step.
         self._compare_updates()
         if self._disagreement is not None:
             self._failure = self._disagreement  # which the end of backward raises
-            return super().reduce(bucket)
+            return super().reduce(bucket)  # which changes nothing
         warm = []
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             if parameter in self._warm:

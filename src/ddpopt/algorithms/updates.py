@@ -50,9 +50,9 @@ class UpdateWatch:
         # Given optimizers that have not called a hook yet, with their baseline: the versions of
         # their parameters when it was last known that nobody had updated them; empty if there is
         # none.
-        self._silent: dict[torch.optim.Optimizer, list[int]]
-        self._silent = {optimizer: [] for optimizer in training.optimizers}
-        # The ones among `_silent` whose parameters were written after their baseline.
+        self._yet_to_call_hooks: dict[torch.optim.Optimizer, list[int]]
+        self._yet_to_call_hooks = {optimizer: [] for optimizer in training.optimizers}
+        # The ones among `_yet_to_call_hooks` whose parameters were written after their baseline.
         self._written: set[torch.optim.Optimizer] = set()
 
     # ---- What the handle reports ----
@@ -63,17 +63,17 @@ class UpdateWatch:
         self.take_baseline()
 
     def take_baseline(self) -> None:
-        """Take what was written to weights up to here for no update of a silent optimizer.
+        """Take what was written to weights up to here for no update of an optimizer.
 
-        What is written after it, and without the hooks of a step, is one.
+        What is written after it is one, if the optimizer goes on to call no hooks.
         """
-        for optimizer in self._silent:
-            self._silent[optimizer] = _torch.versions(self._updated_by(optimizer))
+        for optimizer in self._yet_to_call_hooks:
+            self._yet_to_call_hooks[optimizer] = _torch.versions(self._updated_by(optimizer))
 
     def forget_baseline(self) -> None:
         """From here to the next backward an algorithm writes to weights at any time."""
-        for optimizer in self._silent:
-            self._silent[optimizer] = []
+        for optimizer in self._yet_to_call_hooks:
+            self._yet_to_call_hooks[optimizer] = []
 
     def begin_pause(self) -> None:
         """Updates from here to `end_pause` are the user's own affair, and none is missed."""
@@ -93,13 +93,14 @@ class UpdateWatch:
         """
         if not self._is_update_expected:
             return
-        for optimizer, versions in self._silent.items():
+        for optimizer, versions in self._yet_to_call_hooks.items():
+            # Without versions there is no baseline to compare with.
             if versions and versions != _torch.versions(self._updated_by(optimizer)):
                 self._written.add(optimizer)
 
     def begin_given(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that was given begins an update, and its hook was called."""
-        self._silent.pop(optimizer, None)
+        self._yet_to_call_hooks.pop(optimizer, None)
         self.note_written()  # by the others, before this one writes
         self._num_given_begun += 1
         self._num_given_running += 1
@@ -123,11 +124,11 @@ class UpdateWatch:
                 "attach the algorithm again with all optimizers that update the model now"
             )
         self.note_written()
-        missed = [optimizer for optimizer in self._silent if optimizer in self._written]
+        missed = [optimizer for optimizer in self._yet_to_call_hooks if optimizer in self._written]
         self._written.clear()
         self._is_update_expected = False
         for optimizer in missed:
-            del self._silent[optimizer]  # say it once
+            del self._yet_to_call_hooks[optimizer]  # say it once
             _logs.warning(
                 "weights were written after the backward of step %d, and step() of the %s given to "
                 "attach has not called its hooks: unless you wrote them yourself, %s does not know "
@@ -148,6 +149,7 @@ class UpdateWatch:
             # A given optimizer calls this one in its own update, as ZeroRedundancyOptimizer does.
             return
         if optimizer not in self._training.optimizers and self._updated_by(optimizer):
+            # `end_any` looks whether this one has called a given optimizer meanwhile.
             self._others_running[optimizer] = self._num_given_begun
 
     def end_any(self, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,7 @@ _MOST_NUMBERS_SHOWN = 16
 # Objects of these types differ between equal ranks, as weights do before `attach`, so only their
 # types are compared.
 _BY_TYPE_ONLY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, io.IOBase)
-_AS_THEY_ARE = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype)
+_BY_REPR = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype)
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -65,7 +65,7 @@ class _Writer:
         self._num_values += 1
         is_part_of_itself = id(value) in self._around
         is_too_much = self._num_values > _MOST_VALUES or len(self._around) >= _MOST_LEVELS
-        if type(value) in _AS_THEY_ARE:
+        if type(value) in _BY_REPR:
             return repr(value)
         if is_part_of_itself or is_too_much:
             return _name_of(type(value))
@@ -81,7 +81,7 @@ class _Writer:
     def _write_new(self, value: Any) -> str:
         """The text of a value that is no part of itself; raises what the value's own code does."""
         kind = _name_of(type(value))
-        text = _known_text(value)
+        text = _text_of_atom(value)
         if text is not None:
             return text
         if isinstance(value, types.MethodType):
@@ -108,8 +108,8 @@ class _Writer:
         return ", ".join(map(self.write, values))
 
 
-def _known_text(value: Any) -> str | None:
-    """The text of what has no parts; None of anything else."""
+def _text_of_atom(value: Any) -> str | None:
+    """The text of what is not written part by part; None of anything else."""
     kind, text = _name_of(type(value)), None
     if isinstance(value, torch.Tensor):
         text = _text_of_tensor(value)
@@ -125,9 +125,9 @@ def _known_text(value: Any) -> str | None:
         text = value.__name__
     elif isinstance(value, _FUNCTIONS):
         text = _name_of(value)
-    elif isinstance(value, _BY_TYPE_ONLY):
+    elif isinstance(value, _BY_TYPE_ONLY):  # modules, optimizers, generators, files
         text = kind
-    elif isinstance(value, _AS_THEY_ARE):
+    elif isinstance(value, _BY_REPR):
         text = repr(value)  # of a class that derives from one of these
     return text
 

@@ -44,7 +44,7 @@ class StepErrors(NamedTuple):
     loss: float
 
     @property
-    def worst(self) -> float:
+    def worst_error(self) -> float:
         """The largest error among gradients, buffers and the loss."""
         return max([*self.gradients.values(), *self.buffers.values(), self.loss])
 
@@ -55,7 +55,7 @@ class StepErrors(NamedTuple):
 def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
     """The tolerance for each name that `precision_of` returns, from fine to coarse.
 
-    `tolerances` overrides `TOLERANCES`.
+    `tolerances` overrides `TOLERANCES`. The limit of a dtype that this lacks is never asked for.
     """
     limits = {}
     remedy = "give relative errors by dtype, as {torch.float32: 1e-2}"
@@ -82,7 +82,7 @@ def precision_of(ddp: DistributedDataParallel, steps: Sequence[Outcome]) -> str:
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
     coarsest = torch.bfloat16  # if no dtype of the steps has a tolerance
-    for dtype in TOLERANCES:
+    for dtype in TOLERANCES:  # from the finest to the coarsest
         if dtype in dtypes:
             coarsest = dtype
     may_use_tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
@@ -102,6 +102,7 @@ def compare_steps(compiled: Sequence[Outcome], eager: Sequence[Outcome]) -> Step
 def _compare(compiled: Outcome, eager: Outcome) -> StepErrors:
     """The errors of one compiled step."""
     magnitudes = [_magnitude(gradient) for gradient in eager.gradients.values()]
+    # An error is not relative to a gradient of rounding alone, see `_FLOOR`.
     floor = _FLOOR * max(magnitudes, default=0.0)
     gradients = {}
     for name, gradient in eager.gradients.items():
@@ -131,8 +132,8 @@ def relative_error(
 ) -> float:
     """The largest difference over the largest magnitude of `expected`, or over `floor`.
 
-    Infinite if one is missing, or if shape, dtype, layout or non-finite elements differ, or if zero
-    is expected and something else is there.
+    Infinite if one is missing, or if shape, dtype, layout, integers or non-finite elements differ,
+    or if zero is expected and something else is there.
     """
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
@@ -156,7 +157,7 @@ def relative_error(
 
 
 def _magnitude(tensor: torch.Tensor | None) -> float:
-    """The largest finite magnitude of an element."""
+    """The largest absolute value of a finite element; 0.0 without one."""
     if tensor is None or tensor.numel() == 0:
         return 0.0
     values = _exact(tensor.to_dense() if tensor.is_sparse else tensor).abs()

@@ -30,13 +30,13 @@ from ddpopt.planning.batch import (
     find_loss,
     tensors_of,
 )
-from ddpopt.planning.randomness import same_randomness, states_on_devices
+from ddpopt.planning.randomness import restoring_randomness, states_on_devices
 from ddpopt.ranks.meetings import monitored_block
 from ddpopt.ranks.store import why_no_meeting
 from ddpopt.split import state
 from ddpopt.split.state import MODES_WITHOUT_REHEARSAL, find_mode
 
-_WHAT = "the module in DistributedDataParallel"  # is copied
+_NAME_IN_ERRORS = "the module in DistributedDataParallel"  # of what is copied
 
 
 class BrokenOffError(PeerError):
@@ -44,8 +44,11 @@ class BrokenOffError(PeerError):
 
 
 @contextlib.contextmanager
-def communicating_in_full() -> Iterator[None]:
-    """Make a rank that is lost in this block, in which ranks communicate, a BrokenOffError."""
+def raising_broken_off() -> Iterator[None]:
+    """Raise a BrokenOffError for a PeerError of this block, in which ranks run collectives.
+
+    `first_step` raises it, and trains on after any other PeerError.
+    """
     try:
         yield
     except PeerError as error:
@@ -106,6 +109,10 @@ class Rehearsal:
         A forward may communicate by itself, so no rank begins its forward before all have copied
         model and batch successfully.
 
+        Args:
+            has_own_code: whether the copy compiles code for itself alone, rather than to share it
+                with the model.
+
         Returns:
             The copy, and whether the step drew random numbers.
 
@@ -117,22 +124,23 @@ class Rehearsal:
             copied = copy_model(self.model, self.loss_fn, has_own_code=has_own_code)
             batch = _copies.copy_batch(self.batch, OptionError)
         for ddp in copied.ddp_modules:
-            _torch.keep_local(ddp)
+            _torch.keep_local(ddp)  # DDP communicates neither buffers nor gradients
         state_before = _randomness(self.ddp)
         with (
             torch.enable_grad(),
-            same_randomness(self.ddp),
-            copied.drawing(),
-            _copies.shielded(self.ddp.module, copied.initial_buffers, OptionError, _WHAT),
+            restoring_randomness(self.ddp),
+            copied.drawing_as_compiled(),
+            _copies.shielded(self.ddp.module, copied.initial_buffers, OptionError, _NAME_IN_ERRORS),
         ):
             with self.stage("forward"):
                 loss, _ = copied.forward(batch)
             with self.stage("backward"):
                 copied.backward(loss)
-                # The steps of `verify`, which communicate, would write to them as well.
+                # `shielded` restores buffers of the model that this step wrote to, but the steps
+                # of `verify`, which communicate, would write to them as well.
                 written = _copies.written_buffers(self.ddp.module, copied.initial_buffers)
                 if written:
-                    raise OptionError(_copies.use_of_original(written[0], _WHAT))
+                    raise OptionError(_copies.use_of_original(written[0], _NAME_IN_ERRORS))
             draws_numbers = _randomness(self.ddp) != state_before
         return copied, draws_numbers
 
@@ -161,7 +169,7 @@ class ModelCopy:
         with _copies.sparing_others(loss, own):
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
+    def drawing_as_compiled(self) -> contextlib.AbstractContextManager[None]:
         """Draw random numbers in this block in the way that its code was compiled for."""
         return _torch.drawing_as_eager() if self.has_own_code else contextlib.nullcontext()
 
@@ -180,16 +188,17 @@ class ModelCopy:
         loss, dtypes = self.forward(_copies.copy_batch(batch, OptionError))
         self.backward(loss)
         gradients: dict[str, torch.Tensor | None] = {}
-        # Plain names: ranks compare gradients by name, and may have compiled different parts.
+        # Plain names lack those of wrappers, such as `_orig_mod`: ranks compare gradients by name,
+        # and may have compiled different parts.
         parameters = dict(self.ddp.module.named_parameters())
-        for name, called in _torch.plain_names(parameters).items():
+        for name, plain_name in _torch.plain_names(parameters).items():
             if parameters[name].requires_grad:
                 gradient = parameters[name].grad
-                gradients[called] = None if gradient is None else gradient.detach().clone()
+                gradients[plain_name] = None if gradient is None else gradient.detach().clone()
         copied_buffers = _copies.copy_buffers(self.ddp.module)
         buffers = {}
-        for name, called in _torch.plain_names(copied_buffers).items():
-            buffers[called] = copied_buffers[name]
+        for name, plain_name in _torch.plain_names(copied_buffers).items():
+            buffers[plain_name] = copied_buffers[name]
         return Outcome(loss.detach().clone(), gradients, buffers, dtypes)
 
 
@@ -211,19 +220,24 @@ def copy_model(
     except DDPOptError:
         raise
     except Exception as error:  # modules may define how they are copied
-        raise OptionError(_copies.cannot_be_copied(_WHAT, error)) from error
+        raise OptionError(_copies.cannot_be_copied(_NAME_IN_ERRORS, error)) from error
     for part, copied in made.copies.items():
         if problem := _copies.foreign_forward(copied, part):
             raise OptionError(problem)
-    state.get(made.ddp).become_copy_of(state.get(original))
-    tuner.share(original, made.ddp)
+    # Buckets are not taken over: the copy has a new Reducer.
+    state.get(made.ddp).mark_as_copy_of(state.get(original))
+    # Unless a search for buckets is over, compiling for the copy may begin one, which `warmup`
+    # hands on to the original.
+    tuner.share_if_done(original, made.ddp)
+    # The memo has each copy by its original's id, `made.ddp` among them. Copying the loss adds
+    # DDP modules that only the loss holds, such as a discriminator.
     if loss_fn is not None:
         loss_fn = _copies.copy_function(loss_fn, made.memo)
-    in_loss = [c for c in made.memo.values() if isinstance(c, DistributedDataParallel)]
+    copied_ddp_modules = [c for c in made.memo.values() if isinstance(c, DistributedDataParallel)]
     return ModelCopy(
         model=made.model,
         ddp=made.ddp,
-        ddp_modules=[made.ddp, *in_loss],
+        ddp_modules=copied_ddp_modules,
         loss_fn=loss_fn,
         initial_buffers=_copies.copy_buffers(made.ddp.module),
         has_own_code=has_own_code,
@@ -242,7 +256,8 @@ def is_compiled_by_us(model: torch.nn.Module) -> bool:
 def _distance(tensor: torch.Tensor) -> torch.Tensor:
     """A scalar loss in which each element has a target of its own.
 
-    So gradients of normalized outputs do not vanish, as they would for a sum.
+    So gradients of normalized outputs do not vanish, as they would for a sum. Divided by the
+    root of the number of elements, the loss has a gradient as long for many elements as for few.
     """
     exact = tensor if tensor.dtype is torch.float64 else tensor.float()
     positions = torch.arange(tensor.numel(), device=tensor.device, dtype=exact.dtype)

@@ -43,7 +43,7 @@ def before_forward(ddp: DistributedDataParallel, forward: Forward) -> None:
         else:
             return  # nothing of the module is compiled, as far as is known yet: see `after_forward`
     except TorchDriftError as error:
-        _decline(ddp, str(error), "use such a release")
+        _decline(ddp, str(error), "use such a release")  # of torch, which the error names
         return
     _verify_once(ddp, model, forward)
 
@@ -80,7 +80,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
     except (BrokenOffError, DisagreementError):
         # A collective of the verification was broken off in its middle, so ranks are out of step:
         # what one sent for it would be taken for part of training's next one. Or ranks have
-        # different models or options.
+        # different models or options. After any other PeerError all ranks train on.
         raise
     except Exception as error:
         # The model may raise anything, the batch may be one that cannot be copied, the output may
@@ -105,6 +105,7 @@ def _verify_once(ddp: DistributedDataParallel, model: torch.nn.Module, forward: 
 
 
 def _decline(ddp: DistributedDataParallel, reason: str, remedy: str) -> None:
+    """Warn that a module was not verified; it is not tried again."""
     _is_settled.set(ddp, True)
     _logs.warning(
         "ddpopt.config.verify is set, but this DistributedDataParallel(%s) was not verified, and "

@@ -66,7 +66,7 @@ class _FirstForward(Subscriber):
 
 
 # Whether there was a warning about a module, or all was compiled that was to be.
-_are_warned_of: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
+_are_settled: ModuleSlot[bool] = ModuleSlot(bool, Lifetime.MODULE)
 # What the warning said, "" where there was none.
 _warnings: ModuleSlot[str] = ModuleSlot(str, Lifetime.MODULE)
 
@@ -82,19 +82,18 @@ def _warn_if_nothing_compiled(ddp: DistributedDataParallel, *, is_whole: bool) -
     If the forward as a whole was to be compiled (`is_whole`), rather than parts that somebody
     chose, the parts that train and that Dynamo left out are warned of too.
     """
-    known = state.get(ddp)
-    # An evaluation may run graphs for evaluations alone, and those for training come later.
-    is_training_to_come = known.cuts and not torch.is_grad_enabled()
-    if _are_warned_of.get(ddp) or is_training_to_come:
+    if _are_settled.get(ddp):
         return
-    _are_warned_of.set(ddp, True)
+    if state.get(ddp).cuts and not torch.is_grad_enabled():
+        return  # an evaluation with its own graphs says nothing of those for training
+    _are_settled.set(ddp, True)
     if state.has_drifted:
         return  # graphs were compiled, of which it is not known for which module
     what = _find_uncompiled(ddp, is_whole=is_whole)
     if what is not None:
         warning = f"torch.compile compiled nothing of {what}: {_find_cause(ddp.module)}"
         _logs.warning("%s", warning)
-        _warnings.set(ddp, warning)
+        _warnings.set(ddp, warning)  # `explain` shows it
 
 
 def _find_uncompiled(ddp: DistributedDataParallel, *, is_whole: bool) -> str | None:

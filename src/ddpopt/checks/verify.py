@@ -27,14 +27,14 @@ from ddpopt.checks.copies import (
     ModelCopy,
     Outcome,
     Rehearsal,
-    communicating_in_full,
     copy_model,
     is_compiled_by_us,
+    raising_broken_off,
 )
 from ddpopt.checks.warmup import SILENCE_S, compile_ahead
 from ddpopt.errors import DDPOptError, OptionError
 from ddpopt.planning.batch import LossFn
-from ddpopt.planning.randomness import same_randomness
+from ddpopt.planning.randomness import restoring_randomness
 from ddpopt.ranks.agree import decide_on_rank_0, gather_on_rank_0
 from ddpopt.ranks.store import name_ranks
 from ddpopt.split import state
@@ -137,7 +137,7 @@ def verify(
     """
     run = Rehearsal(ddp_model, batch, loss_fn, "verify", silence_s)
     limits = limits_by_name(tolerances or {})
-    with same_randomness(run.ddp) as restore_randomness, torch.enable_grad():
+    with restoring_randomness(run.ddp) as restore_randomness, torch.enable_grad():
         # An eager step first, on each rank alone: an error of the model's would leave the other
         # ranks in an allreduce. It also shows whether a step draws random numbers.
         with torch.compiler.set_stance("force_eager"):
@@ -198,11 +198,12 @@ def _step_copy(
 ) -> list[Outcome]:
     """Two steps of a copy of the compiled copy, with allreduces, each with the same randomness.
 
+    `stance` is of `torch.compiler.set_stance`: "default" runs compiled code, "force_eager" none.
     Each call steps a copy of its own, since DDP forms its buckets once, after the first step.
     """
     outcomes = []
     copied = copy_model(compiled.model, compiled.loss_fn)
-    with torch.compiler.set_stance(stance), compiled.drawing():
+    with torch.compiler.set_stance(stance), compiled.drawing_as_compiled():
         for _ in range(_NUM_STEPS):
             restore_randomness()
             outcomes.append(copied.step(run.batch))
@@ -216,7 +217,7 @@ def _attempt(run: Rehearsal, compute: Callable[[], T]) -> T:
     in an allreduce, and would take its next allreduce, of another step, for that one.
     """
     result: T | Exception
-    with communicating_in_full(), run.stage("steps"):
+    with raising_broken_off(), run.stage("steps"):
         try:
             result = compute()
         except Exception as error:
@@ -242,7 +243,7 @@ class _Report(NamedTuple):
 def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
     """The same result on all ranks, judged by the first one's tolerances. Collective."""
     what = "comparing a step with an eager one"
-    with communicating_in_full():
+    with raising_broken_off():
         reports = gather_on_rank_0(ddp, report, what)
 
         def judge() -> Verification | str:
@@ -258,7 +259,7 @@ def _judge(ddp: DistributedDataParallel, report: _Report) -> Verification:
 def _judge_reports(reports: Sequence[_Report]) -> Verification:
     """The result for all ranks from their reports, rank 0's first."""
     errors = largest([each.errors for each in reports])
-    worst_of_ranks = [each.errors.worst for each in reports]
+    worst_errors = [each.errors.worst_error for each in reports]
     limits = reports[0].limits
     from_fine_to_coarse = list(limits)
     dtype = max((each.precision for each in reports), key=from_fine_to_coarse.index)
@@ -277,6 +278,6 @@ def _judge_reports(reports: Sequence[_Report]) -> Verification:
         tolerance=limits[dtype],
         dtype=dtype,
         num_ranks=len(reports),
-        worst_rank=worst_of_ranks.index(max(worst_of_ranks)),
+        worst_rank=worst_errors.index(max(worst_errors)),
         note="; ".join(notes),
     )

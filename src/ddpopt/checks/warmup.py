@@ -13,9 +13,9 @@ from ddpopt._text import installed_version
 from ddpopt.checks.copies import (
     ModelCopy,
     Rehearsal,
-    communicating_in_full,
     dtype_name,
     is_compiled_by_us,
+    raising_broken_off,
 )
 from ddpopt.errors import DisagreementError, OptionError, TorchDriftError
 from ddpopt.planning import tuner
@@ -65,18 +65,19 @@ def warmup(
 
 
 def compile_ahead(run: Rehearsal, *, has_own_code: bool = False) -> ModelCopy:
-    """As `warmup`, but return the copy, which may have code of its own (see `ModelCopy`)."""
+    """As `warmup`, but return the copy; if it `has_own_code`, training does not run that code."""
     copied, _ = run.rehearse(has_own_code=has_own_code)
     state_of_copy = state.get(copied.ddp)
     with run.stage("comparing"):
         if not has_own_code:
-            # Training will run the code of the copy, and go on with the search for better buckets
-            # that the copy's first forward began.
+            # Training will run the copy's code, and go on with the search for better buckets that
+            # the copy's first forward began. `code` has Dynamo's entries for it.
             state.get(run.ddp).code += state_of_copy.code
             tuner.continue_search(copied.ddp, run.ddp)
         facts = _facts_of(run.ddp, state_of_copy.cuts)
-    # In mid-training one rank alone may compile nothing more, past Dynamo's limit of recompiles.
-    problem = "" if state_of_copy.cuts else _not_compiled(run.model)
+    # No error yet: in mid-training one rank alone may compile nothing more, past Dynamo's limit of
+    # recompiles, which `_compare_models` judges.
+    problem = "" if state_of_copy.cuts else _why_nothing_compiled(run.model)
     _compare_models(run.ddp, _Report(facts, problem))
     return copied
 
@@ -99,7 +100,7 @@ def _compare_models(ddp: DistributedDataParallel, report: _Report) -> None:
         OptionError: no rank has compiled anything.
         PeerError: a rank did not make this call.
     """
-    with communicating_in_full():
+    with raising_broken_off():
         reports = gather_distinct(ddp, report, "comparing what ranks compile for")
     uncompiled = [each for each in reports if each.value.problem]
     if len(uncompiled) == len(reports):
@@ -163,15 +164,15 @@ def _describe_order(cut: Cut) -> str:
 
     Where the graph is cut makes no difference to this order; whether it is cut at all does.
     """
-    if cut.order:
+    if cut.order:  # a digest
         return f"that of {cut.split}, {cut.order}"
     if cut.num_collectives:
         return f"whole, with {cut.num_collectives} calls that may be collectives"
     return ""
 
 
-def _not_compiled(model: torch.nn.Module) -> str:
-    """The error for a step in which nothing was compiled with our backend."""
+def _why_nothing_compiled(model: torch.nn.Module) -> str:
+    """What is wrong where a step compiled nothing with our backend."""
     if is_compiled_by_us(model):
         return (
             "torch.compile compiled nothing of this model; "

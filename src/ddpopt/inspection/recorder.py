@@ -174,7 +174,7 @@ class _Recorder(Subscriber):
         last = self.timer.steps[-2]  # the one behind it has just begun
         if last.ready.keys() >= self._bucket_of.keys():
             needed = {max(bucket, key=last.launched.__getitem__) for bucket in self._buckets}
-            needed.update(last.backwards.values())
+            needed.update(last.gradient_of_backward.values())
             self.timer.watch_only(needed)
             self._num_watched = [len(needed.intersection(bucket)) for bucket in self._buckets]
 

@@ -48,14 +48,14 @@ class Reporter:
         self.explanation: Explanation | None = None
 
     def _begin_report(self, ddp: DistributedDataParallel) -> None:
-        """Measure times from here on, and check now that the explanation can be saved.
+        """Start the clock of `metrics` if nothing has, and check that the explanation can be saved.
 
         Raises:
             OptionError, OSError: As `Explanation.save`.
         """
-        metrics(ddp)
+        metrics(ddp)  # the first call of all for this module starts the clock
         if self._path is not None:
-            explain(ddp).save(self._path)
+            explain(ddp).save(self._path)  # `_end_report` overwrites it
 
     def _end_report(self, ddp: DistributedDataParallel) -> None:
         """Print the explanation and save it, while there is a DDP module to explain."""

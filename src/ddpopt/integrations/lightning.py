@@ -62,7 +62,8 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
     """
 
     _last_step = 0
-    _replaced: Mapping[str, Any] = MappingProxyType({})  # what the module itself had of these names
+    # What the instance had under these names; None if only its class had something.
+    _replaced: Mapping[str, Any] = MappingProxyType({})
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Compile; the module is wrapped in DDP by now."""
@@ -79,7 +80,7 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
         else:
             log_nothing_to_split(f"{strategy} trains on one rank", "give Trainer(strategy='ddp')")
         if not is_compiled_by_us(pl_module):
-            for name in _EAGER:
+            for name in _EAGER:  # `log` and `log_dict`, which Dynamo cannot trace
                 self._replace(pl_module, name, _torch.uncompiled(getattr(pl_module, name)))
             step = torch.compile(pl_module.training_step, backend="ddpopt", **self._compile_args)
             self._replace(pl_module, "training_step", step)
@@ -95,6 +96,7 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
         self._last_step = step  # unchanged while gradients are accumulated
         if is_due and trainer.is_global_zero and isinstance(ddp, DistributedDataParallel):
             for logger in trainer.loggers:
+                # Lightning has counted this step already, and its loggers count from 0.
                 logger.log_metrics(metrics(ddp), step=step - 1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -112,8 +114,9 @@ class DDPOptCallback(Reporter, *_callback_classes()):  # type: ignore[misc]  # w
         setattr(module, name, value)
 
     def _restore(self, module: Any) -> None:
+        """Undo `_replace`, so that the class's own methods show again."""
         for name, value in self._replaced.items():
-            if value is None:
+            if value is None:  # the instance had nothing of this name
                 delattr(module, name)
             else:
                 setattr(module, name, value)

@@ -44,7 +44,7 @@ from ddpopt.planning.batch import (
 )
 from ddpopt.planning.calibrate import measure_device
 from ddpopt.planning.costs import Device, Gradient, Profile
-from ddpopt.planning.randomness import same_randomness
+from ddpopt.planning.randomness import restoring_randomness
 from ddpopt.split.nodes import call_nodes, leaves, may_be_fused, name_of
 
 _MEASURED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -202,7 +202,7 @@ def _trace(
 
     try:
         # Fake tensors draw no numbers, but a forward may also ask Python's or numpy's generator.
-        with same_randomness(model), torch.enable_grad(), _torch.uncompiled_while_tracing():
+        with restoring_randomness(model), torch.enable_grad(), _torch.uncompiled_while_tracing():
             graph = make_fx(trace, tracing_mode="fake")(*inputs).graph
     except PlanError:
         raise

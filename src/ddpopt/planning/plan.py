@@ -37,7 +37,7 @@ from ddpopt.planning.costs import (
 )
 from ddpopt.planning.estimates import estimate, scale, wrapped_module
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_caps
-from ddpopt.planning.randomness import same_randomness
+from ddpopt.planning.randomness import restoring_randomness
 from ddpopt.planning.timeline import Timeline, bucket_table, predict
 from ddpopt.steps.clock import Clock
 
@@ -371,7 +371,7 @@ def _time_steps(
     parameters = set(model.parameters())
     clocks = [Clock(device) for device in {parameter.device for parameter in parameters}]
     times: list[tuple[float, float]] = []
-    with same_randomness(model):
+    with restoring_randomness(model):
         for _ in range(_NUM_STEPS + 1):
             model.zero_grad(set_to_none=True)
             start_s = max(clock.finish() for clock in clocks)

@@ -12,7 +12,7 @@ import torch
 
 
 @contextlib.contextmanager
-def same_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+def restoring_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """Restore torch's, Python's and numpy's random number state at the end of the block.
 
     Yields a function that resets it to its initial value, so that each step draws the same numbers.

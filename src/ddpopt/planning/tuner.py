@@ -143,8 +143,8 @@ def is_searching(ddp: DistributedDataParallel) -> bool:
     return tuner is not None and not tuner.is_done
 
 
-def share(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
-    """Spare a copy of `ddp` the search if it is over."""
+def share_if_done(ddp: DistributedDataParallel, copy: DistributedDataParallel) -> None:
+    """Spare a copy of `ddp` the search if that of `ddp` is over."""
     tuner = find_tuner(ddp)
     if tuner is not None and tuner.is_done:
         _tuners_in_use.set(copy, tuner)

@@ -388,8 +388,11 @@ class DDPState:
         _torch.forget_code(self.code)
         self.code.clear()
 
-    def become_copy_of(self, original: DDPState) -> None:
-        """Note that the module is a copy, which runs the original's code."""
+    def mark_as_copy_of(self, original: DDPState) -> None:
+        """Note that a check made the module, which runs the original's code.
+
+        Of the original's state only `is_provisional` is taken over.
+        """
         self.is_copy = True
         self._become_provisional(original.is_provisional)
 

@@ -36,7 +36,7 @@ class Clock:
         self.is_on_cpu = device.type == "cpu"
 
     def now(self) -> float:
-        """The time; on a GPU an event in its queue marks it, which the GPU has yet to reach."""
+        """The time; on a GPU the CPU's, with an event in the queue for `seconds` to measure by."""
         if self.is_on_cpu:
             return read_host()
         moment = _Queued(read_host())

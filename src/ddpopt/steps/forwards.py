@@ -53,7 +53,7 @@ _Interest = Callable[[DistributedDataParallel], Subscriber | None]
 # Subscribers to the forwards of all modules, for the life of the process: the backend's own. They
 # hear of a forward's beginning before the module's subscribers, and of its end after these.
 _subscribers_to_all: list[Subscriber] = []
-# Functions that are asked once for each module.
+# Functions that are asked once for each module, and may return a subscriber to it.
 _interests: list[_Interest] = []
 # The subscribers to each module, in the order in which they are told.
 _subscriptions: ModuleSlot[tuple[_Subscription, ...]] = ModuleSlot(tuple, Lifetime.MODULE)

@@ -86,6 +86,7 @@ class _Numbering(Subscriber):
             hook.remove()
         self._hooks, self._nodes = [], []
         ddp = ddp_ref()
+        # With parameters on two devices, a hook in the other thread may have begun already.
         if ddp is not None and _numbers.find(ddp) is None:
             group = ddp.process_group
             _num_modules[group] = _num_modules.get(group, 0) + 1

@@ -71,7 +71,10 @@ def show_range(label: Label, kind: str) -> Iterator[None]:
 
 
 def report_runs(compiled: Callable[..., Any], label: Label) -> Callable[..., Any]:
-    """Tell the listener of a compiled graph's forward, and of the backward of its outputs."""
+    """Run a compiled graph's forward, and the backward of its outputs, in the listener's contexts.
+
+    A backward is told to the listener of its forward, also where it comes after the `record` block.
+    """
 
     def run(*args: Any) -> Any:
         listener = find_listener()
@@ -107,7 +110,7 @@ def _watch_backward(outputs: Any, make_context: Callable[[], Context]) -> None:
     entered: list[Callable[[], None]] = []
 
     def leave(*_: object) -> None:
-        while entered:
+        while entered:  # also the context of a backward that raised in this node before
             entered.pop()()
 
     node.register_prehook(lambda _: entered.append(_enter(make_context)))

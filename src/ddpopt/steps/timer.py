@@ -29,8 +29,8 @@ class Step:
     """The times of one step, as a `Clock` has them; 0 is unknown.
 
     `ready` and `launched` are the times around DDP's own hook on each gradient, see [Note: times of
-    a step]. `backwards` has autograd's number of each backward that ran, with the index of a
-    gradient that arrived in it.
+    a step]. `gradient_of_backward` has one gradient that arrived in each backward that ran, by
+    autograd's number of the backward.
     """
 
     began: float
@@ -39,7 +39,7 @@ class Step:
     backward_ended: float = 0.0
     ready: dict[ParameterIndex, float] = field(default_factory=dict)
     launched: dict[ParameterIndex, float] = field(default_factory=dict)
-    backwards: dict[int, ParameterIndex] = field(default_factory=dict)
+    gradient_of_backward: dict[int, ParameterIndex] = field(default_factory=dict)
 
 
 class StepTimer:
@@ -68,10 +68,11 @@ class StepTimer:
         self._is_in_forward = False
         # Whether a gradient that arrives now is of no step: something else than the last step's
         # backward has begun.
-        self._is_over = False
+        self._is_step_over = False
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
+        # In each step, that is; the Reducer then does not follow the order of arrival.
         self._looks_for_unused = not _torch.follows_arrival_order(ddp)
         # Autograd's nodes live only as long as somebody holds them.
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
@@ -87,7 +88,7 @@ class StepTimer:
     @property
     def step(self) -> Step | None:
         """The step that a gradient would belong to, None between steps."""
-        return self.steps[-1] if self.steps and not self._is_over else None
+        return self.steps[-1] if self.steps and not self._is_step_over else None
 
     @property
     def num_backwards(self) -> int:
@@ -103,11 +104,12 @@ class StepTimer:
         if ddp is None or not any(parameter.requires_grad for parameter in self._parameters):
             return False
         self._is_in_forward = True
+        # Several forwards before a backward are one step's.
         if self.step is not None and not self.step.ready:
             self.step.num_forwards += 1
             return False
         self.steps.append(Step(began=self._clock.now()))
-        self._is_over = False
+        self._is_step_over = False
         return True
 
     def end_forward(self) -> None:
@@ -120,7 +122,7 @@ class StepTimer:
         """Note a forward that does not communicate; its backward is in no step."""
         # Between a step's forward and its backward it may be an evaluation, which ends nothing.
         if self.steps and self.steps[-1].backward_ended:
-            self._is_over = True
+            self._is_step_over = True
 
     def watch_only(self, indices: Collection[ParameterIndex]) -> None:
         """Note no other gradients from here on: hooks on hundreds of them cost time."""
@@ -144,12 +146,13 @@ class StepTimer:
         # backward. If DDP looks for unused parameters, it allows no backward within another.
         is_another = index in step.ready or self._looks_for_unused
         if step.backward_ended and is_another and not self._ends.is_pending:
-            self._is_over = self.has_unreduced = True
+            self._is_step_over = self.has_unreduced = True
             return
         # Lightning's manual optimization runs the backward within forward, which then goes on.
         self.end_forward()
         self._ends.watch()
-        step.backwards[_torch.running_backward()] = index
+        # By this gradient's hook alone `ddpopt.record` may watch for the end of that backward.
+        step.gradient_of_backward[_torch.running_backward()] = index
         step.ready[index] = self._clock.now()
         self._on_ready(index)
 
