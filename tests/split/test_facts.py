@@ -354,6 +354,6 @@ def test_an_epilogue_copy_stands_behind_its_value_and_the_calls_with_its_memory(
     """Of a value that is an input, for memory that no call has before, it stands before all."""
     copy, memory = Call(3), Memory(0)
     needs = [{}, {}, {}, dict.fromkeys(map(Call, makers), Tie.NONE)]
-    memory_reads = {memory: [*map(Call, earlier), copy]}
-    places = _observable_calls(needs, [False] * 4, memory_reads, {copy: memory})
+    memory_users = {memory: [*map(Call, earlier), copy]}
+    places = _observable_calls(needs, [False] * 4, memory_users, {copy: memory})
     assert places == {copy: place, **{Call(call): call for call in earlier}}

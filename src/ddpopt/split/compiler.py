@@ -284,7 +284,7 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
 
 def _cut_for(graph: DynamoGraph, buckets: GraphBuckets) -> Cut:
     """A cut without sections: the Reducer's buckets, and the order in which gradients arrive."""
-    return dataclasses.replace(graph.empty_cut, buckets=buckets.recorded, arrival=buckets.arrival)
+    return dataclasses.replace(graph.empty_cut, buckets=buckets.in_force, arrival=buckets.arrival)
 
 
 def _left_whole(graph: DynamoGraph, cut: Cut, reason: Reason) -> Cut:
