@@ -232,7 +232,8 @@ def read_forward(
         needed_until.append(max(users, default=call))
 
     uses = read_uses(gm, indices_of, used_before)
-    # A span, (first, last), has the boundaries from `first` to `last`, all of them impossible.
+    # A span, (first, last), has the boundaries from `first` to `last`, all of them impossible: for
+    # what would cross, inside a region under some state, or for memory written behind them.
     spans, spans_of_sizes = _uncrossable_spans(gm, calls, last_use)
     spans += [*_region_spans(calls), *mutation_spans(find_written_memory(gm.graph))]
     return ForwardFacts(
@@ -423,7 +424,7 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
     for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
         if not isinstance(node, fx.Node):
             continue  # None, for an argument that gets no gradient
-        if argument is None or argument in node_of:
+        if argument is None or argument in node_of:  # None: what is returned is no gradient
             raise NotCutError(Reason.OTHER_OUTPUTS, f"{node} is such an output")
         node_of[argument] = node
     return node_of

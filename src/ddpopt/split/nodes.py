@@ -277,6 +277,7 @@ def is_differentiable(node: fx.Node) -> bool:
     value = _torch.dynamo_value(node)
     tensors = _tensors_of(value)
     if tensors:
+        # Under functorch a tensor does not say whether it requires grad.
         return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
     # Numbers have no gradient. Of a call without an example value, None, nothing is known.
     return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
@@ -506,7 +507,10 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    """Whether a call says that it writes to its first input: `add_`, `a += b`, `inplace=True`."""
+    """Whether a call says that it writes to its first input.
+
+    As `add_`, `a += b`, `a[i] = b` and `inplace=True` do.
+    """
     if node.op == "call_module":
         return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)

@@ -147,7 +147,8 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     legal = [Position(0)]
     legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
     wanted: set[Position] = set()
-    # None in front of the first of these uses: behind it backward completes no further bucket.
+    # None in front of the first of these uses, to which backward comes last: what it runs after
+    # that use completes no bucket.
     for use in completing_uses[1:]:
         wanted.add(_last_bound_in_front_of(use, legal))
     wanted.update(_bounds_behind_collectives(facts, legal))
@@ -155,7 +156,8 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     inner_bounds = _bounds_between_useful_sections(wanted - {Position(0)}, facts)
     bounds = [Position(0), *inner_bounds, Position(facts.num_calls)]
     if communicates:
-        # Without a boundary that has been left out, a collective may be in front of a first use.
+        # Where a boundary was left out, a section may have a collective in front of a first use.
+        # Asked first, so that the reason is the collective also if no boundary is left.
         _refuse_first_uses_behind_collectives(facts, bounds)
     if not inner_bounds:
         raise NotCutError(too_few or Reason.NO_LEGAL_CUT)
@@ -459,8 +461,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     for k, arguments in numbered(Stage, released):
         for argument in arguments:
             reached = max(reached, facts.release_places[argument])
-            # The part waits for what makes its gradients, and for what reads the arguments: a hook
-            # may update a parameter once its gradient is released.
+            # The part waits for what makes its gradients, and for what reads or writes the
+            # arguments: a hook may update a parameter once its gradient is released.
             users = facts.memory_users.get(memory_of_argument(argument), ())
             for call in (*facts.gradients[argument], *users):
                 stage[call] = min(stage[call], k)
@@ -469,7 +471,7 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     # [Note: order, as a hook sees it]: a hook might find a buffer without what the call writes
     # (splits.md, fault 4). Nor must a call that makes a gradient which is in no part: a hook on it,
     # or the backward of an earlier graph, may wait for that gradient.
-    stands_at = dict(facts.observable_calls)  # an epilogue copy stands elsewhere than it is
+    stands_at = dict(facts.observable_calls)  # epilogue copies at places earlier than themselves
     in_parts = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
         if argument not in in_parts:
