@@ -276,15 +276,16 @@ def _uncrossable_spans(
     A span reaches from the call behind the value to the value's last use. Tuples, generators,
     contexts and numbers cannot cross a boundary. Tensors and symbolic integers can, but only if
     each symbol in them has a node that binds it, because a section gets its symbols as inputs.
-    Tensor subclasses cannot: AOTAutograd would have to guess the class of their gradients.
+    Composite ones, as of a subclass, cannot: AOTAutograd would have to guess the class of their
+    gradients.
 
     Returns two lists, the second of which has the spans that are there only because a size is a
     symbol.
     """
     spans: list[tuple[int, int]] = []
     spans_of_sizes: list[tuple[int, int]] = []
-    # Then no boundary is possible. Streams order calls by more than values. In a graph with nested
-    # tensors, symbols belong to the tensors inside of them, which no section gets.
+    # Then no boundary is possible. Streams order calls by more than values. Ragged sizes have
+    # symbols of the tensors inside of nested and other composite ones, which no section gets.
     if uses_streams(gm.graph) or has_ragged_sizes(gm.graph):
         spans.append((0, len(calls)))
     bound_symbols = {
@@ -299,7 +300,6 @@ def _uncrossable_spans(
         if _torch.enters_autocast(name_of(node)):
             continue  # split_module closes and reopens autocast regions
         value = _torch.dynamo_value(node)
-        # `is_composite`: of a tensor subclass, or nested.
         can_cross = isinstance(value, torch.Tensor | torch.SymInt) and not is_composite(value)
         if can_cross and _torch.free_symbols(value) <= bound_symbols:
             continue

@@ -208,6 +208,7 @@ def _run_watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) 
 
 
 def _run_end_forward(token: torch.Tensor) -> torch.Tensor:
+    """Copy the token; in a trace whose releases are noted, note that the forward ends here."""
     # A copy, because an output that is an input AOTAutograd returns as that input, past the
     # compiled graph's autograd node: no gradient of it would get there.
     copied = token.clone()
