@@ -314,7 +314,7 @@ def test_the_program_reaches_arguments_what_was_returned_to_it_and_tangents() ->
         graph.placeholder(name).meta["val"] = torch.ones(2)
     graph.output(())
     outputs = [
-        ForwardOutput(name=name, memory=Memory(memory), made_in_arguments=False)
+        ForwardOutput(name=name, memory=Memory(memory), may_be_in_argument=False)
         for name, memory in (("view", -1), ("primals_1", 0), ("relu", -1), ("mask", -2))
     ]
     reachable = find_reachable(outputs, fx.GraphModule(nn.Module(), graph))

@@ -440,7 +440,7 @@ class ForwardOutput:
     memory: Memory
     # Whether the compiler may make the value in an argument's memory, see the function
     # `made_in_arguments`.
-    made_in_arguments: bool
+    may_be_in_argument: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,7 +451,7 @@ class ReachableMemory:
     memory_of: Mapping[str, Memory] = field(default_factory=dict)
     # The memory of the forward's values that the function `made_in_arguments` names: they are no
     # tensors of the program's, but the compiler may have put them in the memory of one.
-    made_in_arguments: AbstractSet[Memory] = frozenset()
+    maybe_in_arguments: AbstractSet[Memory] = frozenset()
 
     def find(self, node: fx.Node) -> Memory | None:
         """An input's memory; None if the program cannot reach it."""
@@ -478,7 +478,7 @@ def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
             memory = memory_by_maker.setdefault(made_by, Memory(-1 - len(memory_by_maker)))
             outputs.append(
                 ForwardOutput(
-                    name=node.name, memory=memory, made_in_arguments=made_by in in_arguments
+                    name=node.name, memory=memory, may_be_in_argument=made_by in in_arguments
                 )
             )
     return tuple(outputs)
@@ -505,7 +505,7 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     common_names = saved_names & {output.name for output in outputs}
     assert common_names <= {output.name for output in saved}, "a forward returns what it saves last"
     memory_by_name: dict[str, Memory] = {}
-    in_arguments = {output.memory for output in saved if output.made_in_arguments}
+    in_arguments = {output.memory for output in saved if output.may_be_in_argument}
     for output in saved:
         is_argument = output.memory >= 0
         # A hook may write to what the forward returned (splits.md, fault 6), and to a buffer in
@@ -521,7 +521,7 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     return ReachableMemory(
         # A size is in nobody's memory.
         memory_of={name: memory for name, memory in memory_by_name.items() if name in tensors},
-        made_in_arguments=in_arguments,
+        maybe_in_arguments=in_arguments,
     )
 
 
@@ -712,7 +712,7 @@ def _snapshot_reads(
         is_recomputed = has_tangents and node not in needs_tangent and is_pure(node)
         if not is_recomputed:
             # What else such a call reads eager has saved for it, see `watched_inputs`.
-            read &= reachable.made_in_arguments
+            read &= reachable.maybe_in_arguments
         if not read:
             continue
         num_copied_bytes = sum(num_bytes[memory] for memory in read)

@@ -471,7 +471,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     # [Note: order, as a hook sees it]: a hook might find a buffer without what the call writes
     # (splits.md, fault 4). Nor must a call that makes a gradient which is in no part: a hook on it,
     # or the backward of an earlier graph, may wait for that gradient.
-    stands_at = dict(facts.observable_calls)  # epilogue copies at places earlier than themselves
+    # (The place of an epilogue copy, or of a read without a snapshot, is not the call's own.)
+    stands_at = dict(facts.observable_calls)
     in_parts = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
         if argument not in in_parts:
