@@ -16,12 +16,11 @@ A *boundary* at p separates the calls before p from p and those after it.
     5  gw1 = mm(t(x), gr)                         1         1
 
 The calls for which bucket k waits, but no earlier bucket, are *stage* k. A call for which no bucket
-waits belongs to the last stage; if a hook or a gradient in no bucket makes its place matter, to the
-stage in which it stands. A hook that gets a gradient may
-update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that read
-its parameters, as call 2 does. Running the stages in order completes each bucket as early as
-possible without changing any arithmetic. In the example the stages are in the graph's order; in
-others calls move.
+waits belongs to the last stage; if a hook could tell whether it has run, or it makes a gradient in
+no bucket, to the stage in which it stands. A hook that gets a gradient may update the parameter, as
+an optimizer in a hook does, so a bucket also waits for the calls that read its parameters, as call
+2 does. Running the stages in order completes each bucket as early as possible without changing any
+arithmetic. In the example the stages are in the graph's order; in others calls move.
 
 The boundary after stage k may move later, up to the first gradient of the next stage, to where the
 fewest bytes have to be kept for later sections. (Above, behind call 3 two uses of `gr` would cross,
@@ -633,7 +632,10 @@ def _choose_bounds(
     ends: Sequence[Position],
     ready_positions: Collection[Position],
 ) -> list[Position]:
-    """The boundaries: behind each stage but the last, the cheapest one allowed (`_BoundCost`).
+    """The boundaries: behind each stage but the last, the cheapest one allowed.
+
+    It is the one which has the fewest reads see a rounded value; of these, that which keeps the
+    fewest bytes, as `_bound_costs` counts them; of these, the first.
 
     Bytes may differ among ranks. So for bytes no boundary moves past what a hook may tell: a
     gradient, a call with effects, or one of `ready_positions`, at which a gradient that is in no
