@@ -722,7 +722,8 @@ def _choose_releases(
     """For each section: the arguments whose gradients it releases, in ascending order.
 
     Gradients of parts are released in the sections that `released_in` gives, and any other gradient
-    in the first section that runs all for which it has to wait, see `_ready_at`.
+    in the first section that runs all for which it has to wait: the call at `ready_at`, and those
+    before it.
     """
     releases: list[list[Argument]] = [[] for _ in bounds[1:]]
     for argument in facts.gradients:
