@@ -21,17 +21,17 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
     gradients: dict[int, tuple[int, ...]],
     num_bytes: Sequence[int] | None = None,
     ordered: Sequence[int] = (),
-    memory_reads: dict[int, tuple[int, ...]] | None = None,
+    memory_users: dict[int, tuple[int, ...]] | None = None,
     epilogue_copies: dict[int, int] | None = None,
     snapshot_reads: dict[int, frozenset[int]] | None = None,
     collectives: Sequence[int] = (),
 ) -> BackwardFacts:
     """Facts in which each call is an autograd node of its own."""
     count = len(reads)
-    bound = {*ordered, *collectives, *itertools.chain.from_iterable((memory_reads or {}).values())}
+    bound = {*ordered, *collectives, *itertools.chain.from_iterable((memory_users or {}).values())}
     observable_calls = {call: call for call in bound - (snapshot_reads or {}).keys()}
     for call, argument in (epilogue_copies or {}).items():
-        others = [other for other in (memory_reads or {}).get(argument, ()) if other < call]
+        others = [other for other in (memory_users or {}).get(argument, ()) if other < call]
         observable_calls[call] = max((*reads[call], *others), default=-1)
     return BackwardFacts(
         call_names=[f"n{i}" for i in range(count)],
@@ -41,7 +41,7 @@ def _facts(  # noqa: PLR0913, PLR0917  # all but two have defaults
         reads=reads,
         num_bytes=num_bytes or [1] * count,
         gradients=gradients,
-        memory_reads=memory_reads or {},
+        memory_users=memory_users or {},
         epilogue_copies=epilogue_copies or {},
         observable_calls=observable_calls,
         release_places={a: max(calls, default=-1) for a, calls in gradients.items()},
@@ -140,7 +140,7 @@ def test_no_cut_moves_past_where_a_gradient_in_no_bucket_is_released_for_bytes()
     reads = [{}, {0: NO}, {1: NO}, {2: NO}, {3: NO}]
     gradients = {0: (1,), 1: (4,), 2: (0,)}
     for sizes in ([1, 9, 9, 1, 1], [9, 1, 1, 9, 9]):
-        chosen = _cut(_facts(reads, gradients, sizes, memory_reads={2: (2,)}), [[0], [1]])
+        chosen = _cut(_facts(reads, gradients, sizes, memory_users={2: (2,)}), [[0], [1]])
         assert _sections(chosen) == [[0, 1], [2, 3, 4]]
         assert chosen.releases == ((0,), (1, 2))
 
@@ -148,7 +148,7 @@ def test_no_cut_moves_past_where_a_gradient_in_no_bucket_is_released_for_bytes()
 def test_a_parameter_is_not_read_after_its_gradient_is_released() -> None:
     """Call 2 reads parameter 0, which a hook may update as soon as it gets the gradient, call 1."""
     reads = [{}, {0: NO}, {0: NO}, {2: NO}, {3: NO}]
-    facts = _facts(reads, {0: (1,), 1: (4,)}, memory_reads={0: (2,)})
+    facts = _facts(reads, {0: (1,), 1: (4,)}, memory_users={0: (2,)})
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3, 4]]
 
 
@@ -157,9 +157,9 @@ def test_what_a_hook_could_write_is_read_before_a_release_that_the_read_stands_b
     reads = [{}, {0: NO}, {0: NO}, {1: NO}]
     gradients = {0: (2,), 1: (3,)}
     assert _sections(_choose(_facts(reads, gradients), [[0], [1]])) == [[0, 2], [1, 3]]
-    facts = _facts(reads, gradients, memory_reads={9: (1,)})
+    facts = _facts(reads, gradients, memory_users={9: (1,)})
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 2], [3]]
-    behind = _facts([{}, {0: NO}, {0: NO}, {2: NO}], {0: (1,), 1: (3,)}, memory_reads={9: (2,)})
+    behind = _facts([{}, {0: NO}, {0: NO}, {2: NO}], {0: (1,), 1: (3,)}, memory_users={9: (2,)})
     assert _sections(_choose(behind, [[0], [1]])) == [[0, 1], [2, 3]]
 
 
@@ -167,10 +167,10 @@ def test_a_write_back_stands_where_its_value_is_made_and_the_old_one_was_read() 
     """Calls 4 and 5 write what calls 0 and 3 make, before and behind gradient 0, call 1."""
     reads = [{}, {0: NO}, {1: NO}, {2: NO}, {0: NO}, {3: NO}]
     gradients = {0: (1,), 1: (3,)}
-    written = {"memory_reads": {8: (4,), 9: (5,)}, "epilogue_copies": {4: 8, 5: 9}}
+    written = {"memory_users": {8: (4,), 9: (5,)}, "epilogue_copies": {4: 8, 5: 9}}
     facts = _facts(reads, gradients, ordered=(4, 5), **written)
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1, 4], [2, 3, 5]]
-    read_late = {**written, "memory_reads": {8: (2, 4), 9: (5,)}}
+    read_late = {**written, "memory_users": {8: (2, 4), 9: (5,)}}
     facts = _facts(reads, gradients, ordered=(4, 5), **read_late)
     assert _sections(_choose(facts, [[0], [1]])) == [[0, 1], [2, 3, 4, 5]]
 
@@ -179,7 +179,7 @@ def test_calls_of_the_forward_that_are_made_again_read_a_snapshot_in_later_secti
     """Calls 0 and 2 read argument 9; call 0 is in the first section."""
     reads = [{}, {0: NO}, {}, {2: NO}]
     again = {0: frozenset([9]), 2: frozenset([9])}
-    facts = _facts(reads, {0: (1,), 1: (3,)}, memory_reads={9: (0, 2)}, snapshot_reads=again)
+    facts = _facts(reads, {0: (1,), 1: (3,)}, memory_users={9: (0, 2)}, snapshot_reads=again)
     chosen = _cut(facts, [[0], [1]])
     assert _sections(chosen) == [[0, 1], [2, 3]]
     assert chosen.snapshot_reads == {2: frozenset([9])}
@@ -249,15 +249,15 @@ def _random_facts(draw: st.DrawFn) -> tuple[BackwardFacts, list[list[int]]]:
     read_by = st.dictionaries(
         st.sampled_from(list(gradients)), st.tuples(st.integers(0, count - 1)), max_size=3
     )
-    memory_reads = draw(read_by)
+    memory_users = draw(read_by)
     # The last call may write back to an argument that others read, and that has no gradient.
     epilogue_copies = {}
     if Tie.TUPLE not in reads[-1].values() and count - 1 not in makers and draw(st.booleans()):
         readers = draw(st.sets(st.integers(0, count - 2), max_size=2)) | {count - 1}
-        memory_reads[len(gradients)] = tuple(sorted(readers))
+        memory_users[len(gradients)] = tuple(sorted(readers))
         epilogue_copies[count - 1] = len(gradients)
         ordered.add(count - 1)
-    facts = _facts(reads, gradients, sizes, sorted(ordered), memory_reads, epilogue_copies)
+    facts = _facts(reads, gradients, sizes, sorted(ordered), memory_users, epilogue_copies)
     return facts, [bucket for bucket in buckets if bucket]
 
 
@@ -293,14 +293,14 @@ def test_any_plan_runs_every_call_once_and_releases_what_is_there(
     ordered = [c for c in chosen.order if facts.has_effects[c] and c not in facts.epilogue_copies]
     assert ordered == sorted(ordered)
     for epilogue_copy, argument in facts.epilogue_copies.items():
-        assert all(place[c] <= place[epilogue_copy] for c in facts.memory_reads[argument])
+        assert all(place[c] <= place[epilogue_copy] for c in facts.memory_users[argument])
     section_of = {c: k for k, calls in enumerate(_sections(chosen)) for c in calls}
     for call, reads in enumerate(facts.reads):
         if Tie.TUPLE in reads.values() and len(reads) == 1:
             assert section_of[call] == section_of[next(iter(reads))]
     assert sorted(itertools.chain(*chosen.releases)) == sorted(facts.gradients)
     for k, arguments in enumerate(chosen.releases):
-        assert all(section_of[c] <= k for a in arguments for c in facts.memory_reads.get(a, ()))
+        assert all(section_of[c] <= k for a in arguments for c in facts.memory_users.get(a, ()))
     for k, arguments in enumerate(chosen.releases):
         assert all(section_of[call] <= k for a in arguments for call in facts.gradients[a])
     for k, arguments in enumerate(chosen.releases):
@@ -354,7 +354,7 @@ def test_gradients_in_no_bucket_keep_their_place_among_collectives() -> None:
 def test_a_parameter_that_is_read_behind_a_collective_and_its_gradient_forbids_cuts() -> None:
     """The read has to come before the release, which has to come before the collective."""
     reads = [{}, {0: NO}, {1: NO}]
-    facts = _facts(reads, {0: (0,), 1: (2,)}, collectives=[1], memory_reads={0: (2,)})
+    facts = _facts(reads, {0: (0,), 1: (2,)}, collectives=[1], memory_users={0: (2,)})
     assert _choose(facts, [[0], [1]]) is Reason.COLLECTIVES
     assert _choose(facts, [[0, 1]]) is Reason.COLLECTIVES
 

@@ -314,7 +314,7 @@ def test_the_program_reaches_arguments_what_was_returned_to_it_and_tangents() ->
         graph.placeholder(name).meta["val"] = torch.ones(2)
     graph.output(())
     outputs = [
-        ForwardOutput(name=name, memory=Memory(memory), made_in_arguments=False)
+        ForwardOutput(name=name, memory=Memory(memory), may_be_in_argument=False)
         for name, memory in (("view", -1), ("primals_1", 0), ("relu", -1), ("mask", -2))
     ]
     reachable = find_reachable(outputs, fx.GraphModule(nn.Module(), graph))
@@ -354,6 +354,6 @@ def test_an_epilogue_copy_stands_behind_its_value_and_the_calls_with_its_memory(
     """Of a value that is an input, for memory that no call has before, it stands before all."""
     copy, memory = Call(3), Memory(0)
     needs = [{}, {}, {}, dict.fromkeys(map(Call, makers), Tie.NONE)]
-    memory_reads = {memory: [*map(Call, earlier), copy]}
-    places = _observable_calls(needs, [False] * 4, memory_reads, {copy: memory})
+    memory_users = {memory: [*map(Call, earlier), copy]}
+    places = _observable_calls(needs, [False] * 4, memory_users, {copy: memory})
     assert places == {copy: place, **{Call(call): call for call in earlier}}

@@ -448,6 +448,25 @@ def test_sections_get_tensors_that_are_attributes_as_arguments() -> None:
     assert torch.equal(stitched(x), gm(x))
 
 
+def test_a_write_to_a_view_of_an_attribute_reaches_the_attribute() -> None:
+    """As the view of an input, so that of an attribute is no value of the graph's own to copy."""
+    count = torch.zeros(2, 2)
+    graph = torch.fx.Graph()
+    values = [graph.get_attr("count")]
+    values.append(graph.call_method("view", (values[0], 4)))
+    result = graph.call_method("relu", (graph.placeholder("x"),))
+    values.append(graph.call_method("add_", (values[1], 1)))
+    graph.output(result)
+    for node, value in zip(values, [count, count.view(4), count.view(4)], strict=True):
+        node.meta["example_value"] = value
+    root = nn.Module()
+    root.register_buffer("count", count)
+    gm = torch.fx.GraphModule(root, graph)
+    stitched = make_stitched_graph(copy_for_cutting(gm), [_section(0, 0, 2), _section(1, 2, 3)])
+    stitched(torch.ones(2))
+    assert count.sum() == 4
+
+
 class _InParts(MLP):
     """Returns a tensor that consists of two, then one, and a view of that one."""
 

@@ -32,7 +32,7 @@ def _facts(
         first_use=first_use,
         legal_bounds=[possible[p] and p not in by_size for p in inner],
         legal_bounds_without_sizes=possible,
-        last_effect=[position + 1 for position in range(num_calls)],
+        needed_until=[position + 1 for position in range(num_calls)],
         call_names=[f"n{position}" for position in range(num_calls)],
         has_effects=[position in collectives for position in range(num_calls)],
         communicates=[position in collectives for position in range(num_calls)],
@@ -94,9 +94,9 @@ def test_a_section_that_hands_nothing_on_is_merged() -> None:
     """`split_module` would lose it."""
     uses = {0: 0, 1: 3, 2: 6}
     facts = _facts(uses)
-    last_effect = [*facts.last_effect]
-    last_effect[5] = 5  # what [3, 6) computes is used inside it only
-    facts = dataclasses.replace(facts, last_effect=last_effect)
+    needed_until = [*facts.needed_until]
+    needed_until[5] = 5  # what [3, 6) computes is used inside it only
+    facts = dataclasses.replace(facts, needed_until=needed_until)
     assert _starts(facts, _buckets(3, uses, 10)) == [0, 3]
 
 
@@ -153,7 +153,7 @@ def test_a_collective_whose_section_hands_nothing_on_leaves_the_graph_whole() ->
     """Its section would be merged with the next one, whose first use is to come before it."""
     uses = {0: 0, 1: 3}
     facts = _facts(uses, collectives=(1,))
-    facts = dataclasses.replace(facts, last_effect=[1, 2, 2, *facts.last_effect[3:]])
+    facts = dataclasses.replace(facts, needed_until=[1, 2, 2, *facts.needed_until[3:]])
     assert _reason(facts, _buckets(2, uses, 10)) is Reason.COLLECTIVES
 
 

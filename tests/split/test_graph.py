@@ -98,6 +98,6 @@ def test_one_function_says_which_buckets_a_graph_is_cut_for_and_whence(
     chosen = which_buckets(graph, {index: -index for index in own})
     indices = [
         [[p.index for p in b.parameters] for b in buckets]
-        for buckets in (chosen.to_cut_at, chosen.recorded)
+        for buckets in (chosen.to_cut_at, chosen.in_force)
     ]
     assert (chosen.source, *indices) == (source, cut_at, recorded)

@@ -72,7 +72,7 @@ def _cut_backward(
     buckets: Sequence[Sequence[int]],
     num_inputs: int = 3,
     saved: dict[str, int] | None = None,
-    made_in_arguments: Collection[int] = (),
+    maybe_in_arguments: Collection[int] = (),
     **forgotten: Any,
 ) -> Backward | None:
     """Make a backward graph whose k-th gradient is value `gradients[k]`, and cut it at buckets.
@@ -92,7 +92,7 @@ def _cut_backward(
     output.meta["desc"] = [descriptors.GradAOTOutput(a) for a in plain]
     gm = fx.GraphModule(nn.Module(), graph)
     reachable = ReachableMemory(
-        memory_of=saved or {}, made_in_arguments=frozenset(made_in_arguments)
+        memory_of=saved or {}, maybe_in_arguments=frozenset(maybe_in_arguments)
     )
     arguments = {a: a for a in range(len(gradients))}
     parameters, made = buckets_of(arguments, buckets)
@@ -348,7 +348,7 @@ def test_an_effect_keeps_its_place_though_it_reads_a_snapshot(operator: Any) -> 
         (_aten.mm.default, (3, 2)),  # gradient 1
     ]
     backward = _cut_backward(
-        calls, [4, 5], [[0], [1]], saved={"saved_0": -1}, made_in_arguments=[-1]
+        calls, [4, 5], [[0], [1]], saved={"saved_0": -1}, maybe_in_arguments=[-1]
     )
     assert backward is not None
     backward.validate()

@@ -58,17 +58,17 @@ def made_in_arguments(gm: fx.GraphModule, aliases: Aliases) -> set[fx.Node]:
     buffer's last value to it at its end, as above.
     """
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    # Arguments that are written, and values in their memory.
+    # Arguments that are written, and then values that may be made in their memory.
     in_arguments = {node.args[0] for node in copies if node.args[0].op == "placeholder"}
     if not in_arguments:
         return set()  # as of most graphs
-    values: set[fx.Node] = set()
+    values: set[fx.Node] = set()  # of these, without the arguments
     for node in call_nodes(gm.graph):
         sources = {aliases.base_of(source) for source in node.all_input_nodes}
         # An element of a tuple is where the call that returned the tuple made it.
         is_element = name_of(node) == "getitem" and node not in aliases.views_and_constants
-        is_in_place = is_element or _torch.may_become_in_place(node.target)
-        if is_in_place and not in_arguments.isdisjoint(sources):
+        may_be_in_place = is_element or _torch.may_become_in_place(node.target)
+        if may_be_in_place and not in_arguments.isdisjoint(sources):
             values.add(node)
             in_arguments.add(node)
     return values

@@ -38,7 +38,7 @@ class GraphBuckets:
     # The buckets at whose ends the graph is cut, in launch order.
     to_cut_at: tuple[Bucket, ...]
     # The buckets that the Reducer has in this step, or is predicted to form: the `Cut` lists them.
-    recorded: tuple[Bucket, ...]
+    in_force: tuple[Bucket, ...]
     # The graph's own parameters, in the order in which their gradients are released.
     arrival: tuple[Parameter, ...]
 
@@ -51,8 +51,9 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
     forward. Only the order of these numbers counts.
     """
     rules, is_shared = graph.ddp_state.rules, graph.empty_cut.is_shared
+    # Indices of parameters by bucket: of a plan that is about to be applied, and the Reducer's.
+    # None without such a plan, and while the Reducer has yet to form buckets.
     expected, actual = graph.ddp_state.expected_buckets, graph.ddp_state.buckets
-    goal = graph.ddp_state.goal
     arrival = _predict_arrival(graph, lateness)
     arrival_here = tuple(parameter for parameter in arrival if parameter.index in lateness)
 
@@ -60,26 +61,26 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
     if is_shared:
         # Other modules may run this graph, between other graphs than this module does, so only the
         # graph's own parameters count.
-        recorded = predict_buckets(arrival_here, rules)
+        in_force = predict_buckets(arrival_here, rules)
     elif actual is None:
-        recorded = predict_buckets(arrival, rules)
+        in_force = predict_buckets(arrival, rules)
     else:
         source = Source.OWN
-        recorded = known_buckets(graph.reduced, actual, rules)
+        in_force = known_buckets(graph.reduced, actual, rules)
         # No bucket will be formed from the order of arrival any more, so the buckets set the order.
-        arrival_here = in_launch_order(arrival_here, recorded)
+        arrival_here = in_launch_order(arrival_here, in_force)
 
-    to_cut_at = recorded
+    to_cut_at = in_force
     if expected is not None and not is_shared:
         source = Source.EXPECTED
         to_cut_at = known_buckets(graph.reduced, expected, rules)
-    elif goal is not Goal.IN_FORCE:
+    elif graph.ddp_state.goal is not Goal.IN_FORCE:
         # A search; or a plan, and modules share the graph: nobody knows which module's part of the
         # plan the graph has to serve, so it is cut finely, for any.
         source = Source.SEARCHED
-        in_order = [parameter for bucket in recorded for parameter in bucket.parameters]
+        in_order = [parameter for bucket in in_force for parameter in bucket.parameters]
         to_cut_at = fine_buckets(arrival_here if is_shared else in_order)
-    return GraphBuckets(source=source, to_cut_at=to_cut_at, recorded=recorded, arrival=arrival_here)
+    return GraphBuckets(source=source, to_cut_at=to_cut_at, in_force=in_force, arrival=arrival_here)
 
 
 def _predict_arrival(
@@ -101,8 +102,8 @@ def _predict_arrival(
         lateness,
         graph.arrives_before,
         graph.arrives_after,
-        graph.others,
-        graph.of_root,
+        others=graph.others,  # the rule for parameters that no known graph uses
+        of_root=graph.of_root,  # those that the root module has itself
     )
     if expected is not None and not graph.empty_cut.is_shared:
         # The graph is cut at the plan's buckets, so its sections release gradients in their order.

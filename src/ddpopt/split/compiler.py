@@ -296,8 +296,8 @@ def _compile_graph(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result
 
 
 def _cut_without_sections(graph: DynamoGraph, buckets: GraphBuckets) -> Cut:
-    """The record of a graph so far: the Reducer's buckets, and the order of arrival."""
-    return dataclasses.replace(graph.empty_cut, buckets=buckets.recorded, arrival=buckets.arrival)
+    """A cut without sections: the Reducer's buckets, and the order in which gradients arrive."""
+    return dataclasses.replace(graph.empty_cut, buckets=buckets.in_force, arrival=buckets.arrival)
 
 
 def _left_whole(graph: DynamoGraph, cut: Cut, reason: Reason) -> Cut:

@@ -137,7 +137,7 @@ class ForwardFacts:
     legal_bounds_without_sizes: Sequence[bool]
     # For each call: the last call that uses what it returns, or the value to which it writes;
     # `num_calls` if that is the output. It tells whether a section passes anything on.
-    last_effect: Sequence[Call]
+    needed_until: Sequence[Call]
     call_names: Sequence[str]
     # For each call: whether it may have effects, that is, `is_pure` does not know it as pure.
     has_effects: Sequence[bool]
@@ -222,16 +222,18 @@ def read_forward(
     calls = call_nodes(gm.graph)
     call_of = {node: call for call, node in numbered(Call, calls)}
     output = Call(len(calls))  # behind all of them
-    last_use: list[Call] = []
-    last_effect: list[Call] = []
+    last_use: list[Call] = []  # of what each call returns
+    needed_until: list[Call] = []  # or, if it writes in place, the last use of what it writes to
     for call, node in numbered(Call, calls):
         users = [call_of.get(user, output) for user in node.users]  # what is no call is the output
         last_use.append(max(users, default=call))
         for target in written_by(node):
             users += [call_of.get(user, output) for user in target.users]
-        last_effect.append(max(users, default=call))
+        needed_until.append(max(users, default=call))
 
     uses = read_uses(gm, indices_of, used_before)
+    # A span, (first, last), has the boundaries from `first` to `last`, all of them impossible: for
+    # what would cross, inside a region under some state, or for memory written behind them.
     spans, spans_of_sizes = _uncrossable_spans(gm, calls, last_use)
     spans += [*_region_spans(calls), *mutation_spans(find_written_memory(gm.graph))]
     return ForwardFacts(
@@ -239,7 +241,7 @@ def read_forward(
         first_use=uses.first_use,
         legal_bounds=_bounds_outside([*spans, *spans_of_sizes], len(calls)),
         legal_bounds_without_sizes=_bounds_outside(spans, len(calls)),
-        last_effect=last_effect,
+        needed_until=needed_until,
         call_names=[node.name for node in calls],
         has_effects=[not is_pure(node) for node in calls],
         communicates=uses.communicates,
@@ -274,15 +276,16 @@ def _uncrossable_spans(
     A span reaches from the call behind the value to the value's last use. Tuples, generators,
     contexts and numbers cannot cross a boundary. Tensors and symbolic integers can, but only if
     each symbol in them has a node that binds it, because a section gets its symbols as inputs.
-    Tensor subclasses cannot: AOTAutograd would have to guess the class of their gradients.
+    Composite ones, as of a subclass, cannot: AOTAutograd would have to guess the class of their
+    gradients.
 
     Returns two lists, the second of which has the spans that are there only because a size is a
     symbol.
     """
     spans: list[tuple[int, int]] = []
     spans_of_sizes: list[tuple[int, int]] = []
-    # Streams order calls by more than values. In a graph with nested tensors, symbols belong to the
-    # tensors inside of them, which no section gets.
+    # Then no boundary is possible. Streams order calls by more than values. Ragged sizes have
+    # symbols of the tensors inside of nested and other composite ones, which no section gets.
     if uses_streams(gm.graph) or has_ragged_sizes(gm.graph):
         spans.append((0, len(calls)))
     bound_symbols = {
@@ -318,9 +321,10 @@ def _region_spans(calls: Sequence[fx.Node]) -> Iterable[tuple[int, int]]:
         3  y = x * 2                        -> the span (3, 4): no boundary before call 3 or 4
         4  _vmap_decrement_nesting()
 
-    The calls that begin and end a region are linked by the state, and by no value. Such regions are
-    functorch's, no_grad, those without hooks on saved tensors, and those in which the program has
-    chosen attention's kernels. Autocast is none: split_module closes and reopens it at a boundary.
+    The calls that begin and end a region are linked by the state, and by no value: a section that
+    began inside of one would be compiled without the state. Such regions are functorch's, no_grad,
+    those without hooks on saved tensors, and those in which the program has chosen attention's
+    kernels. Autocast is none: split_module closes and reopens it at a boundary.
     """
     end_of = _torch.region_partners()  # the name of the call that ends what another begins
     # The regions that are open at a call: the name of the call that will end each, and the call
@@ -386,7 +390,7 @@ class BackwardFacts:
     # graph that is passed through.
     gradients: Mapping[Argument, tuple[Call, ...]]
     # For each reachable memory (see `ReachableMemory`): the calls that read it or write it.
-    memory_reads: Mapping[Memory, Sequence[Call]]
+    memory_users: Mapping[Memory, Sequence[Call]]
     # The calls with effects that do nothing but write reachable memory, and which memory. All other
     # calls with effects keep their order.
     epilogue_copies: Mapping[Call, Memory]
@@ -420,7 +424,7 @@ def gradient_nodes(gm: fx.GraphModule) -> dict[Argument, fx.Node]:
     for node, argument in zip(output_values(gm), _torch.gradient_arguments(gm), strict=True):
         if not isinstance(node, fx.Node):
             continue  # None, for an argument that gets no gradient
-        if argument is None or argument in node_of:
+        if argument is None or argument in node_of:  # None: what is returned is no gradient
             raise NotCutError(Reason.OTHER_OUTPUTS, f"{node} is such an output")
         node_of[argument] = node
     return node_of
@@ -436,7 +440,7 @@ class ForwardOutput:
     memory: Memory
     # Whether the compiler may make the value in an argument's memory, see the function
     # `made_in_arguments`.
-    made_in_arguments: bool
+    may_be_in_argument: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,7 +451,7 @@ class ReachableMemory:
     memory_of: Mapping[str, Memory] = field(default_factory=dict)
     # The memory of the forward's values that the function `made_in_arguments` names: they are no
     # tensors of the program's, but the compiler may have put them in the memory of one.
-    made_in_arguments: AbstractSet[Memory] = frozenset()
+    maybe_in_arguments: AbstractSet[Memory] = frozenset()
 
     def find(self, node: fx.Node) -> Memory | None:
         """An input's memory; None if the program cannot reach it."""
@@ -474,7 +478,7 @@ def forward_outputs(forward: fx.GraphModule) -> tuple[ForwardOutput, ...]:
             memory = memory_by_maker.setdefault(made_by, Memory(-1 - len(memory_by_maker)))
             outputs.append(
                 ForwardOutput(
-                    name=node.name, memory=memory, made_in_arguments=made_by in in_arguments
+                    name=node.name, memory=memory, may_be_in_argument=made_by in in_arguments
                 )
             )
     return tuple(outputs)
@@ -501,7 +505,7 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     common_names = saved_names & {output.name for output in outputs}
     assert common_names <= {output.name for output in saved}, "a forward returns what it saves last"
     memory_by_name: dict[str, Memory] = {}
-    in_arguments = {output.memory for output in saved if output.made_in_arguments}
+    in_arguments = {output.memory for output in saved if output.may_be_in_argument}
     for output in saved:
         is_argument = output.memory >= 0
         # A hook may write to what the forward returned (splits.md, fault 6), and to a buffer in
@@ -517,7 +521,7 @@ def find_reachable(outputs: Sequence[ForwardOutput], backward: fx.GraphModule) -
     return ReachableMemory(
         # A size is in nobody's memory.
         memory_of={name: memory for name, memory in memory_by_name.items() if name in tensors},
-        made_in_arguments=in_arguments,
+        maybe_in_arguments=in_arguments,
     )
 
 
@@ -564,45 +568,46 @@ def read_backward(
     in_arguments = made_in_arguments(gm, aliases)
     # The origin of each value, looking through views and constants: the calls that made it, and the
     # reachable memory in which it may be. A view of two values has several.
-    makers: dict[fx.Node, tuple[Call, ...]] = {}
-    memories: dict[fx.Node, set[Memory]] = {}
+    makers_of: dict[fx.Node, tuple[Call, ...]] = {}
+    memories_of: dict[fx.Node, set[Memory]] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         memory = reachable.find(node)
         if memory is not None:
-            memories[node] = {memory}
+            memories_of[node] = {memory}
     reads: list[dict[Call, Tie]] = []
-    memories_read: list[set[Memory]] = []
-    memory_reads: dict[Memory, list[Call]] = {}
+    memories_read_by: list[set[Memory]] = []  # the reachable memory that each call reads
+    memory_users: dict[Memory, list[Call]] = {}
     epilogue_copies: dict[Call, Memory] = {}
     for call, node in numbered(Call, calls):
         ties: dict[Call, Tie] = {}  # to the makers of the values that this call uses
-        memory_read: set[Memory] = set()
+        memories_read: set[Memory] = set()
         for source in node.all_input_nodes:
-            memory_read |= memories.get(source, set())
-            for maker in makers.get(source, ()):
+            memories_read |= memories_of.get(source, set())
+            for maker in makers_of.get(source, ()):
                 ties[maker] = _tie(calls[maker], node, in_arguments)
-        memories_read.append(memory_read)
+        memories_read_by.append(memories_read)
         if node in aliases.views_and_constants:
             # Whoever uses the view uses what it is made of, in that section.
-            makers[node], memories[node] = tuple(ties), memory_read
+            makers_of[node], memories_of[node] = tuple(ties), memories_read
             reads.append({})
             continue
-        makers[node] = (call,)
+        makers_of[node] = (call,)
         reads.append(ties)
-        for memory in memory_read:
-            memory_reads.setdefault(memory, []).append(call)
+        for memory in memories_read:
+            memory_users.setdefault(memory, []).append(call)
         written = _memory_of_epilogue_copy(node, reachable)
         if written is not None:
             epilogue_copies[call] = written
-    gradients = {argument: makers.get(node, ()) for argument, node in gradient_nodes(gm).items()}
-    observable_calls = _observable_calls(reads, has_effects, memory_reads, epilogue_copies)
+    gradients = {argument: makers_of.get(node, ()) for argument, node in gradient_nodes(gm).items()}
+    observable_calls = _observable_calls(reads, has_effects, memory_users, epilogue_copies)
     snapshot_reads, made_first = _snapshot_reads(
         gm, aliases, reachable, unwritten, may_compare_sizes=not any(communicates)
     )
+    # As if they stood in front of all calls, so that the first section makes them.
     observable_calls.update(dict.fromkeys(made_first, BEFORE_ALL_CALLS))
     for call, in_snapshots in snapshot_reads.items():
         # A pure call that reads nothing but snapshots may run at any time: no hook writes to them.
-        if memories_read[call] == in_snapshots and not has_effects[call]:
+        if memories_read_by[call] == in_snapshots and not has_effects[call]:
             del observable_calls[call]
     return BackwardFacts(
         call_names=[node.name for node in calls],
@@ -612,7 +617,7 @@ def read_backward(
         reads=reads,
         num_bytes=[num_bytes_of(_torch.aten_value(node)) for node in calls],
         gradients=gradients,
-        memory_reads=memory_reads,
+        memory_users=memory_users,
         epilogue_copies=epilogue_copies,
         observable_calls=observable_calls,
         release_places=_release_places(calls, gradients, num_released_before),
@@ -635,7 +640,7 @@ def _memory_of_epilogue_copy(node: fx.Node, reachable: ReachableMemory) -> Memor
 def _observable_calls(
     reads: Sequence[Mapping[Call, Tie]],
     has_effects: Sequence[bool],
-    memory_reads: Mapping[Memory, Sequence[Call]],
+    memory_users: Mapping[Memory, Sequence[Call]],
     epilogue_copies: Mapping[Call, Memory],
 ) -> dict[Call, Place]:
     """The calls of which a hook can tell whether they have run, with the place of each.
@@ -644,14 +649,14 @@ def _observable_calls(
     fields of `BackwardFacts` that have these names.
     """
     places = {call: Place(call) for call, has_some in numbered(Call, has_effects) if has_some}
-    for calls in memory_reads.values():
+    for calls in memory_users.values():
         # Behind a release a call might read what a hook wrote (splits.md, fault 5).
         places.update((call, Place(call)) for call in calls)
     for call, memory in epilogue_copies.items():
         # The copy stands behind what makes its value, and behind what reads or writes the memory
         # before it. That may be another epilogue copy, which has got its place here already.
         makers = [Place(maker) for maker in reads[call]]
-        others = [places[other] for other in memory_reads[memory] if other < call]
+        others = [places[other] for other in memory_users[memory] if other < call]
         places[call] = max([*makers, *others], default=BEFORE_ALL_CALLS)
     return places
 
@@ -676,9 +681,9 @@ def _snapshot_reads(
     return less than the snapshots would take, if `may_compare_sizes`: where the graph may
     communicate, other ranks may have other sizes.
     """
-    needs_tangent: set[fx.Node] = set()
-    # The memory in which a value is, unless it is a parameter's or a tangent's.
-    memories: dict[fx.Node, frozenset[Memory]] = {}
+    needs_tangent: set[fx.Node] = set()  # and so is no call of the forward
+    # The memory in which a value is, unless it is a tangent's, or of an argument of `unwritten`.
+    memories_of: dict[fx.Node, frozenset[Memory]] = {}
     unwritten_memory = set(map(memory_of_argument, unwritten))
     without_copy: set[Memory] = set()  # what can have no snapshot
     num_bytes: dict[Memory, int] = {}
@@ -687,7 +692,7 @@ def _snapshot_reads(
         if _torch.is_tangent(node):
             needs_tangent.add(node)
         elif memory is not None and memory not in unwritten_memory:
-            memories[node] = frozenset([memory])
+            memories_of[node] = frozenset([memory])
             num_bytes[memory] = num_bytes_of(_torch.aten_value(node))
             if _torch.aten_value(node).layout is not torch.strided:
                 without_copy.add(memory)
@@ -697,9 +702,9 @@ def _snapshot_reads(
     for call, node in numbered(Call, call_nodes(gm.graph)):
         if not needs_tangent.isdisjoint(node.all_input_nodes):
             needs_tangent.add(node)
-        read = frozenset[Memory]().union(*(memories.get(n, ()) for n in node.all_input_nodes))
+        read = frozenset[Memory]().union(*(memories_of.get(n, ()) for n in node.all_input_nodes))
         if node in aliases.views_and_constants:
-            memories[node] = read
+            memories_of[node] = read  # a view reads nothing: who reads it does
             if name_of(node).startswith("as_strided"):
                 # It may read memory in front of the input, or behind it, which no snapshot has.
                 without_copy |= read
@@ -707,12 +712,12 @@ def _snapshot_reads(
         is_recomputed = has_tangents and node not in needs_tangent and is_pure(node)
         if not is_recomputed:
             # What else such a call reads eager has saved for it, see `watched_inputs`.
-            read &= reachable.made_in_arguments
+            read &= reachable.maybe_in_arguments
         if not read:
             continue
         num_copied_bytes = sum(num_bytes[memory] for memory in read)
         returns_less = num_bytes_of(_torch.aten_value(node)) < num_copied_bytes
-        # A call with effects would take along all effects before it.
+        # A call with effects would take along, into the first section, all effects before it.
         is_worth_copies = not (returns_less and may_compare_sizes and is_pure(node))
         if without_copy.isdisjoint(read) and is_worth_copies:
             snapshot_reads[call] = read

@@ -6,6 +6,7 @@ of, and of AOTAutograd's backwards; what they ask of one kind alone says so.
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import itertools
@@ -39,7 +40,7 @@ _LOCAL_MODULES = frozenset({"_operator", "builtins", "math", "torch"})
 _OPAQUE_MODULES = ("torch.distributed", "torch._dynamo")
 # By operator. An operator lives as long as the process, or as the library that defines it, and a
 # new definition is another object: so no entry is ever wrong.
-_pure_operators: dict[Any, bool] = {}
+_purity_of_operators: dict[Any, bool] = {}
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -47,7 +48,8 @@ def is_pure(node: fx.Node) -> bool:
 
     A call of anything else may communicate, draw random numbers or print, as far as we know:
     operators of other libraries do not say. Such a call is made once, and keeps its place among
-    calls of its kind. Of writes in place `written_by` tells: an `a += b` is pure here.
+    calls of its kind. Of writes in place `written_by` tells: here `a += b` is pure, and `a.add_(b)`
+    is not.
     """
     name = name_of(node)
     if node.op != "call_function":
@@ -55,12 +57,13 @@ def is_pure(node: fx.Node) -> bool:
         return node.op == "call_method" and not name.endswith("_") and not _draws(name)
     library = _torch.namespace_of(node.target)
     if library is not None:
-        if node.target not in _pure_operators:
+        if node.target not in _purity_of_operators:
+            # A library of torch's has the operators that begin and end a chain of effects.
             is_known = library in _LOCAL_LIBRARIES and not _torch.is_effect_token(name)
             # torch takes the operators that draw Inductor's seeds for pure; their tags tell.
             is_impure = node.is_impure() or _is_random(node.target)
-            _pure_operators[node.target] = is_known and not is_impure
-        return _pure_operators[node.target]
+            _purity_of_operators[node.target] = is_known and not is_impure
+        return _purity_of_operators[node.target]
     if sets_mode(node):
         return True  # torch takes it for impure
     if node.is_impure():
@@ -207,17 +210,17 @@ def has_ragged_sizes(graph: fx.Graph) -> bool:
     returns a size with a symbol: it takes the nested tensor's symbol for a number ("Cannot convert
     symbols to int", 2.13).
     """
-    of_inputs: set[Any] = set()
-    ragged: set[Any] = set()
+    of_inputs: set[Any] = set()  # the symbols in sizes of plain inputs
+    of_composites: set[Any] = set()
     for node in graph.nodes:
         value = _torch.dynamo_value(node)
         if getattr(value, "is_nested", False):
             return True
         if is_composite(value):
-            ragged |= _torch.free_symbols(value)
+            of_composites |= _torch.free_symbols(value)
         elif node.op == "placeholder":
             of_inputs |= _torch.free_symbols(value)
-    return not ragged <= of_inputs
+    return not of_composites <= of_inputs
 
 
 def name_of(node: fx.Node) -> str:
@@ -274,6 +277,7 @@ def is_differentiable(node: fx.Node) -> bool:
     value = _torch.dynamo_value(node)
     tensors = _tensors_of(value)
     if tensors:
+        # Under functorch a tensor does not say whether it requires grad.
         return any(tensor.requires_grad or _torch.is_of_functorch(tensor) for tensor in tensors)
     # Numbers have no gradient. Of a call without an example value, None, nothing is known.
     return not all(isinstance(leaf, _NUMBERS) for leaf in leaves(value))
@@ -328,12 +332,12 @@ class ValueInMemory(NamedTuple):
     """A value in memory that some call writes to, and for how long the graph needs the value."""
 
     node: fx.Node
-    made: int  # the position of the call that makes the value; below zero for a graph's input
+    made: int  # the position of the call that makes the value; below zero for `is_input`
     last_use: int  # the position of the last call that uses it; the number of calls if returned
 
     @property
     def is_input(self) -> bool:
-        """Whether the value is an input of the graph, and so memory of the caller's."""
+        """Whether the value is an input or an attribute of the graph: memory of the caller's."""
         return self.made < 0
 
 
@@ -350,7 +354,10 @@ class WrittenMemory:
     is_read_by_strides: bool = False
 
 
-_MAY_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"})
+# They return a view where strides allow it, and a copy elsewhere.
+_VIEWS_OR_COPIES = frozenset(
+    {"contiguous", "flatten", "ravel", "reshape", "reshape_as", "sum_to_size"}
+)
 
 
 def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
@@ -360,32 +367,34 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
     sizes, which differ between ranks, and cuts must not.
     """
     calls = call_nodes(graph)
-    positions = {node: position for position, node in enumerate(calls)}
+    position_of = {node: position for position, node in enumerate(calls)}
     # By the key of the storage, see `storage_keys`.
-    memory: dict[int, WrittenMemory] = {}
+    memory_of = collections.defaultdict[int, WrittenMemory](WrittenMemory)
     # By the storage that a reshape returned: the storage as which it counts, its input's.
-    origin: dict[int, int] = {}
+    counts_as: dict[int, int] = {}
 
     def keys_of(node: fx.Node) -> list[int]:
-        return [origin.get(key, key) for key in storage_keys(node)]
+        return [counts_as.get(key, key) for key in storage_keys(node)]
 
-    for node in (*graph.find_nodes(op="placeholder"), *calls):
-        made = positions.get(node, -1)  # as `ValueInMemory` has it; of a write, where it is
-        if name_of(node) in _MAY_COPY and node.all_input_nodes:
+    # Attributes as well: a view of a buffer is memory of the caller's (splits.md, fault 21).
+    inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    for node in (*inputs, *calls):
+        position = position_of.get(node, -1)
+        if name_of(node) in _VIEWS_OR_COPIES and node.all_input_nodes:
             sources = keys_of(node.all_input_nodes[0])
-            origin.update((key, source) for key in storage_keys(node) for source in sources)
+            counts_as.update((key, source) for key in storage_keys(node) for source in sources)
+        # The output, a user without a position, is behind all calls.
+        users = (position_of.get(user, len(calls)) for user in node.users)
+        value = ValueInMemory(node, made=position, last_use=max(users, default=position))
         for key in keys_of(node):
-            # The output, a user without a position, is behind all calls.
-            last_use = max((positions.get(user, len(calls)) for user in node.users), default=made)
-            value = ValueInMemory(node, made, last_use)
-            memory.setdefault(key, WrittenMemory()).values.append(value)
+            memory_of[key].values.append(value)
         if name_of(node).startswith("as_strided"):
             for key in itertools.chain(*map(keys_of, node.all_input_nodes)):
-                memory.setdefault(key, WrittenMemory()).is_read_by_strides = True
+                memory_of[key].is_read_by_strides = True
         for target in written_by(node):
             for key in keys_of(target):
-                memory.setdefault(key, WrittenMemory()).writes.append(made)
-    return [m for m in memory.values() if m.writes]
+                memory_of[key].writes.append(position)
+    return [memory for memory in memory_of.values() if memory.writes]
 
 
 def mutation_spans(written: Sequence[WrittenMemory]) -> Iterable[tuple[int, int]]:
@@ -423,7 +432,7 @@ def find_overwritten(graph: fx.Graph, bounds: Sequence[int]) -> list[tuple[int, 
     overwritten = []
     for memory in find_written_memory(graph):
         if any(value.is_input for value in memory.values):
-            continue  # the caller is meant to see writes to what it passed in
+            continue  # the caller is meant to see writes to what it passed in, or has in a module
         for start, stop in itertools.pairwise(bounds):
             if any(start <= write < stop for write in memory.writes):
                 # One at most: where two would cross, `mutation_spans` forbids the boundary.
@@ -454,8 +463,9 @@ def _written_arguments(node: fx.Node) -> list[tuple[int | None, str]]:
     """
     # A method or a builtin has the name and the arguments of its operator. A Python function may
     # have an operator's name, as above, and the arguments in another order.
-    is_named = node.op == "call_method" or inspect.isbuiltin(node.target)
-    written = list(_torch.written_arguments(node.target, name_of(node) if is_named else ""))
+    is_named_as_operator = node.op == "call_method" or inspect.isbuiltin(node.target)
+    operator_name = name_of(node) if is_named_as_operator else ""
+    written = list(_torch.written_arguments(node.target, operator_name))
     if node.op == "call_function" and inspect.isfunction(node.target):
         # Functions in torch.nn.functional have no schema.
         names = _parameter_names(node.target)
@@ -497,7 +507,10 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    """Whether a call says that it writes to its first input: `add_`, `a += b`, `inplace=True`."""
+    """Whether a call says that it writes to its first input.
+
+    As `add_`, `a += b`, `a[i] = b` and `inplace=True` do.
+    """
     if node.op == "call_module":
         return bool(getattr(attribute_of(node.graph.owning_module, node), "inplace", False))
     name = name_of(node)

@@ -59,9 +59,9 @@ class ReleaseOrder:
         self._arguments = arguments
         # For each argument whose gradient was released, how many were released before it.
         self._num_before: dict[Argument, int] = {}
-        # The last node that was traced when the forward ended, or, later, when a gradient was last
-        # released. None until the forward has ended.
-        self._last_node: fx.Node | None = None
+        # The next release marks the nodes that are traced behind this one: the forward's last, or
+        # the last one at the release before. None until the forward has ended.
+        self._mark_behind: fx.Node | None = None
 
     def num_released_before(self, argument: Argument) -> int:
         """How many gradients are released before this argument's.
@@ -83,7 +83,7 @@ class ReleaseOrder:
         """Hook the tensors that AOTAutograd's trace has for the arguments."""
         # AOTAutograd may trace a graph more than once; the last time counts.
         self._num_before.clear()
-        self._last_node = None
+        self._mark_behind = None
         for argument, tensor in zip(self._arguments, tensors, strict=True):
             if tensor.requires_grad:  # else torch refuses a hook
                 release = functools.partial(self._release, argument)
@@ -91,19 +91,19 @@ class ReleaseOrder:
 
     def _begin_backward(self, graph: fx.Graph) -> None:
         """Note that the forward is traced: what comes behind it in this graph is the backward."""
-        self._last_node = _last_node(graph)
+        self._mark_behind = _last_node(graph)
 
     def _release(self, argument: Argument, _gradient: torch.Tensor) -> None:
         """Mark the calls traced since the last release; a hook on the argument's tensor."""
         graph = _torch.traced_graph()
-        if graph is None or self._last_node is None:
+        if graph is None or self._mark_behind is None:
             return  # not the backward: the program's forward takes a gradient itself
         num_before = len(self._num_before)
         for node in reversed(graph.nodes):
-            if node is self._last_node:
+            if node is self._mark_behind:
                 break
             _torch.set_mark(node, _MARK, num_before)
-        self._last_node = _last_node(graph)
+        self._mark_behind = _last_node(graph)
         self._num_before[argument] = num_before
 
 
@@ -124,8 +124,8 @@ def mark_functions(gm: fx.GraphModule) -> dict[FunctionNumber, frozenset[Argumen
     """Number the calls of `autograd.Function`s in Dynamo's graph, and mark their backward's calls.
 
     Returns the arguments of the graph that go straight into each Function. Their gradients are
-    released behind the last call with the Function's mark. So the proof can check release places
-    without `ReleaseOrder`, from which sections were chosen.
+    released behind the last call with the Function's mark, which `function_of` reads. So the proof
+    can check release places without `ReleaseOrder`, from which sections were chosen.
     """
     arguments_of: dict[FunctionNumber, frozenset[Argument]] = {}
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -141,8 +141,8 @@ def _mark_functions(
 ) -> None:
     """Mark the Functions of one graph and of those that its operators run.
 
-    `argument_of` has the inputs of `gm` that are arguments of Dynamo's graph. What `mark_functions`
-    returns is added to `arguments_of`.
+    `argument_of` has the inputs of `gm` that are arguments of Dynamo's graph. Each Function's
+    number and arguments are added to `arguments_of`, which `mark_functions` returns.
     """
     for node in gm.graph.nodes:
         graphs = graphs_of(node)
@@ -208,7 +208,9 @@ def _run_watch_releases(token: torch.Tensor, arguments: Sequence[torch.Tensor]) 
 
 
 def _run_end_forward(token: torch.Tensor) -> torch.Tensor:
-    # AOTAutograd returns an output that is an input as that input, past its autograd node.
+    """Copy the token; in a trace whose releases are noted, note that the forward ends here."""
+    # A copy, because an output that is an input AOTAutograd returns as that input, past the
+    # compiled graph's autograd node: no gradient of it would get there.
     copied = token.clone()
     order, graph = _noting.get(), _torch.traced_graph()
     if order is not None and graph is not None:
@@ -217,7 +219,6 @@ def _run_end_forward(token: torch.Tensor) -> torch.Tensor:
 
 
 # AOTAutograd's cache takes a graph with operators, but none with functions that it does not know.
-# As "composite" they are replaced by what they do wherever a graph is traced.
 _OPERATORS: Any = torch.library.Library("ddpopt", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -225,6 +226,7 @@ def _define(schema: str, function: Callable[..., torch.Tensor]) -> None:
     name = schema.partition("(")[0]
     if not hasattr(torch.ops.ddpopt, name):  # else this module is being loaded anew
         _OPERATORS.define(schema)
+    # Composite: wherever a graph is traced, the operator is replaced by what the function does.
     _OPERATORS.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
 
 

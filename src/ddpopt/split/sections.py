@@ -16,11 +16,11 @@ A *boundary* at p separates the calls before p from p and those after it.
     5  gw1 = mm(t(x), gr)                         1         1
 
 The calls for which bucket k waits, but no earlier bucket, are *stage* k. A call for which no bucket
-waits belongs to the stage in which it stands, or to the last one. A hook that gets a gradient may
-update the parameter, as an optimizer in a hook does, so a bucket also waits for the calls that read
-its parameters, as call 2 does. Running the stages in order completes each bucket as early as
-possible without changing any arithmetic. In the example the stages are in the graph's order; in
-others calls move.
+waits belongs to the last stage; if a hook could tell whether it has run, or it makes a gradient in
+no bucket, to the stage in which it stands. A hook that gets a gradient may update the parameter, as
+an optimizer in a hook does, so a bucket also waits for the calls that read its parameters, as call
+2 does. Running the stages in order completes each bucket as early as possible without changing any
+arithmetic. In the example the stages are in the graph's order; in others calls move.
 
 The boundary after stage k may move later, up to the first gradient of the next stage, to where the
 fewest bytes have to be kept for later sections. (Above, behind call 3 two uses of `gr` would cross,
@@ -57,6 +57,7 @@ import collections
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ddpopt._indices import (
     BEFORE_ALL_CALLS,
@@ -90,9 +91,9 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
     which their gradients arrive.
     """
     total_bytes = sum(parameter.num_bytes for parameter in arrival)
-    ends_bytes = [fraction * total_bytes for fraction in _FINE_ENDS]
+    ends_bytes = [fraction * total_bytes for fraction in _FINE_ENDS]  # ascending
     # A parameter belongs to the interval between two ends in which its first byte lies, so that an
-    # interval may have no member.
+    # interval may have no member, and then makes no bucket.
     members_of: dict[int, list[Parameter]] = {}
     start_bytes = 0
     for parameter in arrival:
@@ -106,9 +107,9 @@ def fine_buckets(arrival: Sequence[Parameter]) -> tuple[Bucket, ...]:
 def _too_few_buckets(bucket_parts: Sequence[Sequence[Parameter]]) -> Reason | None:
     """The reason that no bucket can be released before another: the graph has one, or none.
 
-    None if it has parameters of two buckets or more. `bucket_parts` is what `parts_of_buckets`
-    returned. A graph that may communicate is cut all the same, see [Note: collectives]: of it this
-    is only asked, for the reason to tell, if it gets no boundary at its collectives.
+    None if it has parameters of two buckets or more. `bucket_parts` are the graph's parameters by
+    bucket, without buckets of which it has none. A graph that may communicate is cut all the same,
+    see [Note: collectives]: what is returned for it is told only if it gets no boundary.
     """
     if not bucket_parts:
         return Reason.NO_PARAMETERS
@@ -130,7 +131,7 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     Raises:
         NotCutError: the graph should stay whole.
     """
-    bucket_parts = parts_of_buckets(buckets, facts.first_use)
+    bucket_parts = parts_of_buckets(buckets, facts.first_use)  # the graph's parameters, by bucket
     too_few = _too_few_buckets(bucket_parts)
     communicates = any(facts.communicates)
     if too_few and not communicates:
@@ -145,18 +146,22 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     legal = [Position(0)]
     legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
     wanted: set[Position] = set()
-    # None in front of the first of these uses: behind it backward completes no further bucket.
+    # None in front of the first of these uses, to which backward comes last: what it runs after
+    # that use completes no bucket.
     for use in completing_uses[1:]:
         wanted.add(_last_bound_in_front_of(use, legal))
     wanted.update(_bounds_behind_collectives(facts, legal))
-    inner_bounds = _without_needless_bounds(wanted - {Position(0)}, facts)
+    # A section of use passes something on, and has a parameter's first use or a collective.
+    inner_bounds = _bounds_between_useful_sections(wanted - {Position(0)}, facts)
     bounds = [Position(0), *inner_bounds, Position(facts.num_calls)]
     if communicates:
-        # A boundary behind a collective may have been left out.
-        _require_collectives_last(facts, bounds)
+        # Where a boundary was left out, a section may have a collective in front of a first use.
+        # Asked first, so that the reason is the collective also if no boundary is left.
+        _refuse_first_uses_behind_collectives(facts, bounds)
     if not inner_bounds:
         raise NotCutError(too_few or Reason.NO_LEGAL_CUT)
-    # The last use arrives first; of uses by one call, as `order_arrival` has it.
+    # Backward comes first to the parameter whose first use is last in forward; of parameters that
+    # one call uses first, to the one registered last, as `order_arrival` has it.
     arrival = sorted(use_of, key=lambda p: (-use_of[p], -p.index))
     section_of = {p: _section_at(bounds, Position(use_of[p])) for p in arrival}
     return make_sections(bounds, section_of, facts.call_names, facts.has_effects)
@@ -211,8 +216,11 @@ def _bounds_behind_collectives(facts: ForwardFacts, legal: Sequence[Position]) -
     return bounds
 
 
-def _require_collectives_last(facts: ForwardFacts, bounds: Sequence[Position]) -> None:
-    """Raise NotCutError if a section has a first use behind a collective."""
+def _refuse_first_uses_behind_collectives(facts: ForwardFacts, bounds: Sequence[Position]) -> None:
+    """Raise NotCutError if a section has a parameter's first use behind a collective.
+
+    A call that is both, such as a checkpoint, is not behind itself.
+    """
     first_uses = set(facts.first_use.values())
     for start, stop in itertools.pairwise(bounds):
         section = range(start, stop)
@@ -222,7 +230,9 @@ def _require_collectives_last(facts: ForwardFacts, bounds: Sequence[Position]) -
             raise NotCutError(Reason.COLLECTIVES, f"one is needed behind {name}")
 
 
-def _without_needless_bounds(bounds: Collection[Position], facts: ForwardFacts) -> list[Position]:
+def _bounds_between_useful_sections(
+    bounds: Collection[Position], facts: ForwardFacts
+) -> list[Position]:
     """Those of the boundaries, in order, between sections that are of use on their own.
 
     Such a section passes something on, or split_module would drop it, and it has a parameter's
@@ -232,8 +242,8 @@ def _without_needless_bounds(bounds: Collection[Position], facts: ForwardFacts) 
     """
 
     def passes_on(start: int, stop: int) -> bool:
-        """Whether a call from `stop` on, or the output, uses what calls before it make or write."""
-        return any(last >= stop for last in facts.last_effect[start:stop])
+        """Whether a call from `stop` on, or the output, needs what this section makes or writes."""
+        return any(last >= stop for last in facts.needed_until[start:stop])
 
     kept: list[Position] = []
     start = Position(0)
@@ -289,13 +299,14 @@ def choose_backward_sections(
     released = [part.arguments for part in parts]
     stage = _assign_stages(facts, released)
     _pull_fused_gradients(facts, stage)
+    # Behind all that moves calls to other stages: an element goes where its tuple's maker is.
     elements_of = _pull_elements(facts, stage)
     order = _order_calls(facts, stage, elements_of)
     # The end of each stage in that order.
     num_calls = collections.Counter(stage[call] for call in order)
     stages = map(Stage, range(len(parts)))
     ends = [Position(end) for end in itertools.accumulate(num_calls[k] for k in stages)]
-    ready_at = _ready_at(facts, order, in_parts={*itertools.chain(*released)})
+    ready_at = _positions_of_other_releases(facts, order, {*itertools.chain(*released)})
     inner_bounds = _choose_bounds(facts, order, ends, {*ready_at.values()})
     if not inner_bounds:
         # One stage has all calls, or no boundary behind another one is possible.
@@ -311,6 +322,7 @@ def choose_backward_sections(
         section_of.update(dict.fromkeys(part.parameters, completed_in))
         released_in.update(dict.fromkeys(part.arguments, completed_in))
     _require_order_of_collectives(facts, order, bounds, released_in)
+    # Of equally late gradients that of the parameter registered last, as `order_arrival` has it.
     arrival = sorted(section_of, key=lambda p: (final[p.index], -p.index))
     sections = make_sections(
         bounds,
@@ -351,8 +363,8 @@ def _choose_parts(
     """Which gradients are released together: those of one bucket, divided by collectives.
 
     See [Note: collectives]. Only in a graph that may communicate do the parts have gradients that
-    are in no bucket: a hook on such a gradient may communicate too. `bucket_parts` is what
-    `parts_of_buckets` returned.
+    are in no bucket: a hook on such a gradient may communicate too. `bucket_parts` are the graph's
+    parameters by bucket, in launch order.
 
     Raises:
         NotCutError: there is one part only, of one bucket or of none.
@@ -366,7 +378,7 @@ def _choose_parts(
             _Part(parameters=part, arguments=[argument_of[p.index] for p in part])
             for part in bucket_parts
         ]
-    # Buckets are numbered among those of which the graph has a part.
+    # Buckets have numbers of this function's own, among those of which the graph has a part.
     bucket_of: dict[Argument, BucketIndex] = {}
     parameter_of: dict[Argument, Parameter] = {}
     for bucket, part in numbered(BucketIndex, bucket_parts):
@@ -378,7 +390,7 @@ def _choose_parts(
     # fault 16).
     groups: dict[int, dict[BucketIndex | None, list[Argument]]] = {}
     for argument, place in facts.release_places.items():
-        num_before = bisect.bisect_right(collectives, place)
+        num_before = bisect.bisect_right(collectives, place)  # a place is behind its own call
         by_bucket = groups.setdefault(num_before, {})
         by_bucket.setdefault(bucket_of.get(argument), []).append(argument)
     parts = []
@@ -437,7 +449,8 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     """The stage of each call: the number of the first part that waits for the call.
 
     `released` has, for each part, the arguments whose gradients are released together, see
-    `_choose_parts`. A call for which none waits gets the stage in which it stands, or the last one.
+    `_choose_parts`. A call for which none waits gets the last stage, unless a hook can tell whether
+    it has run, or it makes a gradient that is in no part: then the stage in which it stands.
     """
     last = Stage(len(released) - 1)
     stage = [last] * len(facts.reads)
@@ -447,16 +460,17 @@ def _assign_stages(facts: BackwardFacts, released: Sequence[Sequence[Argument]])
     for k, arguments in numbered(Stage, released):
         for argument in arguments:
             reached = max(reached, facts.release_places[argument])
-            # The part waits for what makes its gradients, and for what reads the arguments: a hook
-            # may update a parameter once its gradient is released.
-            readers = facts.memory_reads.get(memory_of_argument(argument), ())
-            for call in (*facts.gradients[argument], *readers):
+            # The part waits for what makes its gradients, and for what reads or writes the
+            # arguments: a hook may update a parameter once its gradient is released.
+            users = facts.memory_users.get(memory_of_argument(argument), ())
+            for call in (*facts.gradients[argument], *users):
                 stage[call] = min(stage[call], k)
         reached_by.append(reached)
     # An observable call that stands before a release must not run after it, see
     # [Note: order, as a hook sees it]: a hook might find a buffer without what the call writes
-    # (splits.md, fault 4). Nor must a call that makes a gradient which is in no part: somebody may
-    # wait for that gradient.
+    # (splits.md, fault 4). Nor must a call that makes a gradient which is in no part: a hook on it,
+    # or the backward of an earlier graph, may wait for that gradient.
+    # (The place of an epilogue copy, or of a read without a snapshot, is not the call's own.)
     stands_at = dict(facts.observable_calls)
     in_parts = set(itertools.chain.from_iterable(released))
     for argument, calls in facts.gradients.items():
@@ -480,15 +494,16 @@ def _stage_needed_calls(facts: BackwardFacts, stage: list[Stage]) -> None:
             # Calls that read or write the same memory before the copy run no later than it
             # (splits.md, fault 3). With effects elsewhere such a copy has no order: it writes this
             # memory and does nothing else.
-            for reader in facts.memory_reads[facts.epilogue_copies[call]]:
-                if reader < call:
-                    stage[reader] = min(stage[reader], stage[call])
+            for user in facts.memory_users[facts.epilogue_copies[call]]:
+                if user < call:
+                    stage[user] = min(stage[user], stage[call])
         elif facts.has_effects[call]:
             stage_of_next_effect = stage[call] = min(stage[call], stage_of_next_effect)
         for source in facts.reads[call]:
             stage[source] = min(stage[source], stage[call])
 
 
+# The ties of calls of which a compiler makes one kernel.
 _FUSED = (Tie.FUSED, Tie.UNROUNDED)
 
 
@@ -560,8 +575,8 @@ def _order_calls(
 ) -> list[Call]:
     """The calls stage by stage, each tuple being taken apart right after its maker.
 
-    Without views and constants, which each section makes itself. `elements_of` is what
-    `_pull_elements` returned.
+    Without views and constants, which each section makes itself. `elements_of` has the calls that
+    take a tuple apart, by the call that makes the tuple.
     """
     elements = set(itertools.chain.from_iterable(elements_of.values()))
     others = []
@@ -578,7 +593,7 @@ def _order_calls(
     return order
 
 
-def _ready_at(
+def _positions_of_other_releases(
     facts: BackwardFacts, order: Sequence[Call], in_parts: Collection[Argument]
 ) -> dict[Argument, Position]:
     """For each gradient that is in no part: behind which call of `order` it may be released.
@@ -598,31 +613,42 @@ def _ready_at(
     for argument, calls in facts.gradients.items():
         if argument not in in_parts:
             num_before = bisect.bisect_right(places, facts.release_places[argument])
-            needed = (*calls, *facts.memory_reads.get(memory_of_argument(argument), ()))
+            needed = (*calls, *facts.memory_users.get(memory_of_argument(argument), ()))
             positions_needed = [position_of[call] for call in needed]
             ready_at[argument] = max([reached[num_before], *positions_needed])
     return ready_at
+
+
+class _BoundCost(NamedTuple):
+    """What a boundary costs; of two the one with fewer rounded reads is cheaper, whatever bytes."""
+
+    num_rounded_reads: int  # of values that the whole graph would not round
+    num_bytes: int  # kept for later sections; twice for what a fusion would never have written
 
 
 def _choose_bounds(
     facts: BackwardFacts,
     order: Sequence[Call],
     ends: Sequence[Position],
-    ready_at: Collection[Position],
+    ready_positions: Collection[Position],
 ) -> list[Position]:
     """The boundaries: behind each stage but the last, the cheapest one allowed.
 
+    It is the one which has the fewest reads see a rounded value; of these, that which keeps the
+    fewest bytes, as `_bound_costs` counts them; of these, the first.
+
     Bytes may differ among ranks. So for bytes no boundary moves past what a hook may tell: a
-    gradient, a position at which one is ready for its release, a call with effects. `ends` are the
-    positions at which stages end; the last one is the graph's end.
+    gradient, a call with effects, or one of `ready_positions`, at which a gradient that is in no
+    bucket is ready for its release. `ends` are the positions at which stages end; the last one is
+    the graph's end.
     """
-    costs = _bound_costs(facts, order)
+    costs = _bound_costs(facts, order)  # None where no boundary is possible
     # A section without calls releases a gradient that is there from the start. That is worth no
     # section, unless a collective comes behind the release.
     earliest = 0 if any(facts.communicates) else 1
     gradients = set(itertools.chain.from_iterable(facts.gradients.values()))
     stops = [
-        call in gradients or facts.has_effects[call] or position in ready_at
+        call in gradients or facts.has_effects[call] or position in ready_positions
         for position, call in numbered(Position, order)
     ]
     bounds: set[Position] = set()
@@ -631,7 +657,8 @@ def _choose_bounds(
             # The last boundary had to move behind this stage, too, for a value that cannot cross.
             continue
         # `start` is the first possible boundary (behind all calls one always is). From there it may
-        # move on, up to the next stage's first call that stops it; if none does, it stays.
+        # move on, up to the next stage's first call that stops it; if none does, it stays, or it
+        # might end up at the next stage's end, where that stage has its own.
         start = next(p for p in range(max(end, earliest), len(costs)) if costs[p] is not None)
         stop = next((p for p in range(start, following) if stops[p]), start)
         legal = (p for p in range(start, stop + 1) if costs[p] is not None)
@@ -640,7 +667,7 @@ def _choose_bounds(
     return sorted(bound for bound in bounds if bound < len(order))
 
 
-def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[tuple[int, int] | None]:
+def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[_BoundCost | None]:
     """What a boundary at each position costs, from 0 (before all calls) to that behind all calls.
 
         0  a = mm(g, w)
@@ -679,10 +706,10 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[tuple[int,
     for uses in (last_use, last_fused):  # so bytes count twice up to the last fused use
         for source, position in uses.items():
             add(num_bytes, source, position, facts.num_bytes[source])
-    costs: list[tuple[int, int] | None] = []
+    costs: list[_BoundCost | None] = []
     sums = (itertools.accumulate(changes) for changes in (rounded, num_bytes, forbidden))
     for num_rounded, num_kept, num_forbidding in zip(*sums, strict=True):
-        costs.append(None if num_forbidding else (num_rounded, num_kept))
+        costs.append(None if num_forbidding else _BoundCost(num_rounded, num_kept))
     return costs
 
 
@@ -695,7 +722,8 @@ def _choose_releases(
     """For each section: the arguments whose gradients it releases, in ascending order.
 
     Gradients of parts are released in the sections that `released_in` gives, and any other gradient
-    in the first section that runs all for which it has to wait, see `_ready_at`.
+    in the first section that runs all for which it has to wait: the call at `ready_at`, and those
+    before it.
     """
     releases: list[list[Argument]] = [[] for _ in bounds[1:]]
     for argument in facts.gradients:
