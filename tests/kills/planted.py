@@ -90,6 +90,34 @@ BY_NAME = (
         "    return False",
         ("tests/split/test_random.py",),
     ),
+    Planted(
+        "fault 18: tokens and parts shift the outputs of a section's first run",
+        "split/forward.py",
+        "has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)",
+        "has_parts = False",
+        ("tests/split/test_forward.py", "tests/split/test_guesses.py"),
+    ),
+    Planted(
+        "fault 19: a write by an operator's method is taken for a read",
+        "split/nodes.py",
+        '        return name.strip("_") in _IN_PLACE_OPERATORS',
+        "        return False",
+        ("tests/split/test_facts.py",),
+    ),
+    Planted(
+        "fault 20: a copy that a section makes has other strides than the original",
+        "split/nodes.py",
+        "    return str(torch.empty_like(value).stride()) == str(value.stride())",
+        "    return True",
+        ("tests/split/test_strides.py",),
+    ),
+    Planted(
+        "fault 21: a section writes to a copy of a view of an attribute",
+        "split/nodes.py",
+        ', *graph.find_nodes(op="get_attr")]',
+        "]",
+        ("tests/split/test_forward.py",),
+    ),
     # ---- Promises ------------------------------------------------------------------------------
     Planted(
         "sections run in autocast where backward() does",
