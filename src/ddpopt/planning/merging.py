@@ -201,7 +201,8 @@ def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
 def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, ...]:
     """The buckets that DDP's Reducer forms with these caps, for gradients of one group.
 
-    The k-th cap is for the k-th bucket, the last one for all further ones.
+    The k-th cap is for the k-th bucket, the last one for all further ones. Of several groups, for
+    each of which the Reducer fills buckets apart, this is an approximation for predictions.
     """
     # The same rule as in `reducer.predict_buckets`, for one group: a search calls this often, while
     # other ranks wait.

@@ -33,7 +33,7 @@ from ddpopt.planning.costs import (
     Profile,
     check_keys,
     describe_extrapolation,
-    naming,
+    naming_in_errors,
 )
 from ddpopt.planning.estimates import estimate, scale, wrapped_module
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_caps
@@ -228,7 +228,7 @@ class BucketPlan:
             ) from error
         except RecursionError as error:
             raise PlanError(f"{name} has lists in lists, deeper than a plan has them") from error
-        with naming(name):
+        with naming_in_errors(name):
             if not isinstance(content, dict) or "version" not in content:
                 raise PlanError("it has no 'version', as a plan has that BucketPlan.save wrote")
             version = content.pop("version")
@@ -341,6 +341,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     profile = estimate(model, batch, device=device, loss_fn=loss_fn)
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     if device is None and not is_on_meta:
+        # Measured without cuts. What one costs where times are only estimated is not known.
         forward_s, backward_s = _measure(model, batch, backend, loss_fn)
         profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
     return plan_buckets(profile, cost, world_size)
@@ -359,6 +360,7 @@ def _measure(
     """
     copied, own_loss, _ = _copies.copy_model(model, loss_fn, PlanError)
     batch = _copies.copy_batch(batch, PlanError)
+    # A backward that reaches the model's own parameters all the same raises.
     with _copies.shielded(model, _copies.copy_buffers(model), PlanError, "the model"):
         return _time_steps(copied, batch, backend, own_loss)
 
@@ -377,7 +379,8 @@ def _time_steps(
             start_s = max(clock.finish() for clock in clocks)
             value = find_loss(call_model(compiled, batch), loss_fn)
             middle_s = max(clock.finish() for clock in clocks)
-            # `sparing_others` walks through the graph, so backward's time begins behind that.
+            # Leaves outside of the model, such as a teacher's parameters, get no gradient. To find
+            # them the graph is walked through, so backward's time begins behind that.
             with _copies.sparing_others(value, parameters):
                 backward_start_s = max(clock.finish() for clock in clocks)
                 value.backward()  # type: ignore[no-untyped-call]  # as torch has it
