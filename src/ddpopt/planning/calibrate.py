@@ -69,6 +69,7 @@ def _measure(bench: _Bench) -> AllreduceCost:
     times = [statistics.median(bench.time_allreduce(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
     overlaps = [bench.time_overlap(largest_bytes) for _ in range(_NUM_ROUNDS)]
     lost, beside_s = zip(*overlaps, strict=True)
+    largest_alone_s = times[0]
     launch_s = statistics.median(bench.time_launch() for _ in range(_NUM_ROUNDS))
     fitted = fit_cost(sizes, times)
     # The line through times of large allreduces may well begin at 0, but no allreduce is free.
@@ -77,7 +78,7 @@ def _measure(bench: _Bench) -> AllreduceCost:
         fitted,
         startup_s=max(fitted.startup_s, least_s),
         interference=statistics.median(lost),
-        contention=max(1.0, statistics.median(beside_s) / times[0]),
+        contention=max(1.0, statistics.median(beside_s) / largest_alone_s),
         launch_s=max(0.0, launch_s),
     )
 
@@ -215,7 +216,7 @@ def measure_device(
 
     return Device(
         flops_per_s=rates,
-        bytes_per_s=2 * source.numel() * source.element_size() / copy_s,
+        bytes_per_s=2 * source.numel() * source.element_size() / copy_s,  # read, and written
         launch_s=_median_seconds(call_often, device) / _TINY_CALLS,
     )
 

@@ -107,7 +107,7 @@ def decide(
     broadcasts_buffers = ddp.broadcast_buffers and len(ddp.modules_buffers) > 0
     spread = find_spread(measured_by_rank, broadcasts_buffers=broadcasts_buffers)
     text = "\n".join([text, "", *times, "", *_describe_cost(cost), "", str(spread)])
-    return Decision(text, plan.to_json(), gain, is_better, spread)
+    return Decision(text, plan=plan.to_json(), gain=gain, is_better=is_better, spread=spread)
 
 
 def _worst_case_profile(

@@ -90,7 +90,7 @@ def estimate(
         remedy = "give a ddpopt.planning.Device, or None to measure the model's own"
         check_kind("device", device, Device, remedy, PlanError)
     check_loss_fn(loss_fn, PlanError)
-    graph, trained, is_sum_of_outputs = _trace(wrapped_module(model), batch, loss_fn)
+    graph, trained, loss_is_sum_of_outputs = _trace(wrapped_module(model), batch, loss_fn)
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
     for name, node in zip(trained, made, strict=True):
@@ -117,7 +117,7 @@ def estimate(
     may_be_unused = isinstance(ddp, DistributedDataParallel) and ddp.static_graph
     # An unused parameter: used by the training's own loss, at the beginning of backward, or by
     # nothing.
-    num_calls_to_unused = 0 if is_sum_of_outputs and not may_be_unused else len(costs) + 1
+    num_calls_to_unused = 0 if loss_is_sum_of_outputs and not may_be_unused else len(costs) + 1
     num_calls_before = {
         name: num_calls_to_unused if node is None else num_calls_to.get(node.name, 0)
         for name, node in zip(trained, made, strict=True)
@@ -192,7 +192,7 @@ def _trace(
         # On the meta device operations are traced that no device runs: attention, for one, is
         # decomposed there. A build for GPUs has an accelerator that this machine may lack.
         other_device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), other_device)
+    fake = functools.partial(_to_fake, _torch.fake_mode_with_real_tensors(), other_device)
     # A forward may keep what it computes, which here are fake tensors: so this is a copy of the
     # model. Its own tensors serve in the copy, since fake ones are put in their place.
     step = _Step(*_copies.copy_model(model, loss_fn, PlanError, shares_tensors=True))
@@ -220,7 +220,7 @@ def _trace(
         ) from error
     plain_of = _torch.plain_names(parameters)
     trained_tensors = {plain_of[name]: inputs[0][f"model.{name}"] for name in trained}
-    return graph, trained_tensors, step.is_sum_of_outputs
+    return graph, trained_tensors, step.loss_is_sum_of_outputs
 
 
 class _Step(nn.Module):
@@ -242,12 +242,12 @@ class _Step(nn.Module):
         # In a tuple: a loss that is a module is in `in_loss`, and would be registered once more.
         self._loss = (loss_fn,)
         # Whether the loss is the sum of outputs, for want of another. Known once `forward` ran.
-        self.is_sum_of_outputs = False
+        self.loss_is_sum_of_outputs = False
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
         """The loss, and its gradients with respect to `wanted`."""
         output = call_model(self.model, batch)
-        self.is_sum_of_outputs = self._loss == (None,) and not has_loss(output)
+        self.loss_is_sum_of_outputs = self._loss == (None,) and not has_loss(output)
         value = find_loss(output, *self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
@@ -256,7 +256,7 @@ def _to_fake(mode: Any, device: torch.device | str | None, value: Any) -> Any:
     """A fake tensor of `mode` for a tensor, on `device`, or on its own device if that is None."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value  # make_fx replaces tensors of other kinds
-    with mode, torch.no_grad():
+    with mode:
         made = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=device or value.device
         )

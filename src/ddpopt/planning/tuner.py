@@ -196,7 +196,7 @@ class _Tuner(Subscriber):
         try:
             _torch.check_names_for_tuning(ddp)
             obstacle = _find_lasting_obstacle(ddp, source)
-            if not obstacle:
+            if not obstacle:  # a group by which ranks cannot meet may have no timeout
                 timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
                 self._longest_meeting_s = min(_LONGEST_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
         except TorchDriftError as error:
@@ -243,7 +243,7 @@ class _Tuner(Subscriber):
             stopwatch = self._begin_step(ddp, stage)
         elif self._stopwatch is not None:
             stopwatch = self._stopwatch
-            stopwatch.skip_forward()
+            stopwatch.skip_forward()  # its backward is in no step
         else:
             return  # an evaluation, or a micro-batch under no_sync, before the first step
 
@@ -305,6 +305,7 @@ class _Tuner(Subscriber):
             # Several modules may meet one after another, while some rank waits in one collective
             # for all of that: so each has its part of the time.
             limit_s = self._longest_meeting_s / max(1, _num_searches(ddp.process_group))
+            # To make it announces this rank.
             self._meeting = JointDecision(ddp.process_group, stage.title, key, limit_s)
         except PeerError as error:
             # The store is gone. The others will miss this rank at the meeting, and give up too.
