@@ -103,14 +103,14 @@ def find_departures(
     """
     # The sections and whole graphs that backward runs, in that order, each with its graph's cut and
     # the number of its calls: a rough measure of its time. A graph that stays whole, or is cut in
-    # forward, counts by its forward's calls: backward runs its sections in the reverse order.
+    # forward, counts by its forward's calls.
     units: list[tuple[Cut, int]] = []
     # For each parameter, the last unit in which its gradient is computed. Graphs may share it.
     unit_of: dict[ParameterIndex, int] = {}
     for cut, used in reversed(runs):
         sections = cut.sections or (cut.as_one_section(),)
         if cut.split == "forward":
-            sections = sections[::-1]
+            sections = sections[::-1]  # as backward runs them
         section_of = {name: k for k, section in enumerate(sections) for name in section.parameters}
         for parameter in used:
             # One that no section names is taken to be final at the graph's end.
@@ -118,8 +118,8 @@ def find_departures(
             unit_of[parameter.index] = len(units) + section
         units += [(cut, section.num_nodes) for section in sections]
     num_done = list(itertools.accumulate(num_calls for _, num_calls in units))
-    num_calls = num_done[-1] if num_done else 0
-    is_early = [num_calls - done >= _STILL_TO_COME * num_calls for done in num_done]
+    num_in_all = num_done[-1] if num_done else 0
+    is_early = [num_in_all - done >= _STILL_TO_COME * num_in_all for done in num_done]
 
     early_bytes = late_in_cut_bytes = waiting_bytes = 0
     late_in_whole_bytes: dict[Reason, int] = defaultdict(int)

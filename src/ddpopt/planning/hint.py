@@ -91,12 +91,12 @@ class _Watch(IterationClock):
         """
         if not will_communicate(ddp):
             return
-        super().before_forward(ddp, forward)
+        super().before_forward(ddp, forward)  # sets `last_s`, how long the last iteration took
         try:
             step = _torch.last_logged_step(ddp)
             if step.number in _STEPS and self.last_s is not None:
-                # DDP's log has the step until it times another, but `last_s` is that of the step
-                # only now.
+                # DDP's log shows a step until DDP times another, but only at the first look is
+                # `last_s` the iteration of that step.
                 self._steps.setdefault(step.number, (step, self.last_s))
             if step.number >= _STEPS[-1]:
                 unsubscribe(ddp, _Watch)

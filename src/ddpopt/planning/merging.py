@@ -126,7 +126,7 @@ class _Problem(NamedTuple):
         """F(k, .), given F(k - 1, .)."""
         # For each i at once. The largest j there is: i - 1.
         last = torch.arange(len(self.ready))
-        # The last j of which the bucket before is done when gradient i is ready.
+        # The last j such that the first j are reduced when gradient i is ready.
         done = torch.searchsorted(before, self.ready, right=True).sub_(1).minimum(last)
         at_once = self.ready - self.sent[done]
         queued = _window_minima(before - self.sent, done + 1, last)

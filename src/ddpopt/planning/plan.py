@@ -174,12 +174,13 @@ class BucketPlan:
         Which cap is best depends on the cost, so that it may differ for another number of ranks.
         The number is the plan's, whoever asks; all ranks have to ask an equal plan.
         """
-        # Not the process group's number: a rank that asks before it joins would get another cap.
         if self._has_one_group:
             return {"bucket_cap_mb_list": [cap / _MIB for cap in self.caps_bytes]}
 
         def predict_iteration_s(cap_bytes: int) -> float:
             sizes = buckets_of_caps(self.profile, (cap_bytes,))
+            # By the cost among the plan's ranks, not among the process group's: a rank that asks
+            # before it joins would get another cap.
             return predict(self.profile, sizes, self.cost).iteration_s
 
         return {"bucket_cap_mb": min(uniform_caps(self.profile), key=predict_iteration_s) / _MIB}

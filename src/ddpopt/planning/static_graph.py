@@ -71,6 +71,8 @@ class _Counter(Subscriber):
         # When DDP last took each gradient for ready, as the present forward began. Asked now, so
         # that no step finds that the name has moved.
         self._ready_ns = _torch.ready_ns(ddp)
+        # Called at the end of a backward in which `_arrive` has asked for it. `observing`, here and
+        # below: an error of ours is reported, and does not end the user's step.
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         # Autograd's nodes live only as long as somebody holds them.

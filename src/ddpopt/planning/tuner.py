@@ -197,6 +197,7 @@ class _Tuner(Subscriber):
             _torch.check_names_for_tuning(ddp)
             obstacle = _find_lasting_obstacle(ddp, source)
             if not obstacle:  # a group by which ranks cannot meet may have no timeout
+                # Others may wait in a collective meanwhile, which must not fail because of that.
                 timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
                 self._longest_meeting_s = min(_LONGEST_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
         except TorchDriftError as error:
@@ -400,7 +401,12 @@ class _Tuner(Subscriber):
             self._keep_buckets(ddp, str(error))
             return
         self._report(ddp, decision.text)
-        self._change = _Change(measured.buckets, by_rank, caps_bytes_before, decision.gain)
+        self._change = _Change(
+            buckets_before=measured.buckets,
+            measured_before=by_rank,
+            caps_bytes_before=caps_bytes_before,
+            predicted_gain=decision.gain,
+        )
         _go_on_with_new_buckets(ddp)
         self._stage = _COMPARISON
 
