@@ -368,7 +368,8 @@ def _is_free(node: fx.Node) -> bool:
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node stands for; raises PlanError if the graph does not have them."""
-    # None has no "val": the result of a call without one, or a gradient that nobody needs.
+    # None has no "val": the result of a call without one, or a gradient that nobody needs. Nor need
+    # a constant in an attribute have one, and then it counts for nothing.
     may_be_none = not node.users or name_of(node) == "getitem"
     if not _torch.has_aten_value(node) and node.op != "get_attr" and not may_be_none:
         raise PlanError(

@@ -361,7 +361,8 @@ def _measure(
     """
     copied, own_loss, _ = _copies.copy_model(model, loss_fn, PlanError)
     batch = _copies.copy_batch(batch, PlanError)
-    # A backward that reaches the model's own parameters all the same raises.
+    # If the copy uses the model all the same: a backward that reaches its parameters raises, and
+    # its buffers are restored.
     with _copies.shielded(model, _copies.copy_buffers(model), PlanError, "the model"):
         return _time_steps(copied, batch, backend, own_loss)
 

@@ -68,6 +68,7 @@ class Stopwatch(StepTimer):
         ddp = self._ddp()
         if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
+            # Of which module, by its parameters and its number, and which of its stopwatches.
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
             _num_measured.set(ddp, _num_measured.get(ddp) + 1)
             self.key = f"ddpopt/buckets/{digest}/{number_of(ddp)}/{_num_measured.get(ddp)}"
