@@ -181,6 +181,7 @@ def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
         if num_bytes:
             caps_bytes.append(num_bytes)
         start += size
+    # Without a gradient that has elements there is one bucket, which no cap closes.
     return buckets_of_caps(profile, caps_bytes or [1])
 
 
