@@ -77,5 +77,5 @@ def _iteration(seconds: float) -> Measured:
 def test_a_change_is_judged_by_the_slowest_rank() -> None:
     """Before and after; it may be another one."""
     before = [_iteration(1.0), _iteration(2.0)]
-    assert not decision.judge(before, [_iteration(1.5), _iteration(1.0)], 0.2).is_worse
-    assert decision.judge(before, [_iteration(2.0), _iteration(0.5)], 0.2).is_worse
+    assert not decision.judge(before, [_iteration(1.5), _iteration(1.0)], 0.2).undoes_change
+    assert decision.judge(before, [_iteration(2.0), _iteration(0.5)], 0.2).undoes_change

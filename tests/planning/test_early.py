@@ -135,7 +135,7 @@ def test_a_small_graph_in_front_does_not_make_a_large_ones_gradients_early() -> 
     ]
     found = find_departures(runs, [P[2:], P[:2]])
     assert (found.early_bytes, found.total_bytes) == (0, 40)
-    assert found.whole_bytes == {Reason.NO_PARAMETERS: 30, Reason.ONE_BUCKET: 10}
+    assert found.late_in_whole_bytes == {Reason.NO_PARAMETERS: 30, Reason.ONE_BUCKET: 10}
     assert found.is_low
 
 
@@ -150,7 +150,7 @@ def test_graphs_one_after_the_other_have_early_gradients() -> None:
 def test_a_bucket_waits_for_those_before_it_and_for_nothing_that_no_graph_uses() -> None:
     runs = [(_cut("4/0", 10, P[3], P[2], P[1]), P[1:])]
     found = find_departures(runs, [[P[0], P[3]], [P[2]], [P[1]]])
-    assert (found.early_bytes, found.last_bytes) == (30, 10)
+    assert (found.early_bytes, found.late_in_cut_bytes) == (30, 10)
     found = find_departures(runs, [[P[1]], [P[2], P[3]], [P[0]]])
-    assert (found.early_bytes, found.waiting_bytes, found.last_bytes) == (0, 30, 10)
+    assert (found.early_bytes, found.waiting_bytes, found.late_in_cut_bytes) == (0, 30, 10)
     assert "in buckets that wait" in str(found)

@@ -700,7 +700,7 @@ def test_a_change_that_one_rank_cannot_make_is_made_by_none_and_training_goes_on
     with (
         _simulated(SLOW),
         mock.patch.object(tuning, "decide", return_value=Decision("taken", plan, 0.5, True)),
-        mock.patch.object(tuning, "judge", return_value=Verdict("worse", is_worse=True)),
+        mock.patch.object(tuning, "judge", return_value=Verdict("worse", undoes_change=True)),
         mock.patch.object(_torch.new_reducer.Change, "make", make_or_fail),
     ):
         expected, ddp = twins(MLP(DEPTH), bucket_cap_mb=0.02)

@@ -62,7 +62,7 @@ def test_limits_are_those_of_the_compile_until_new_ones_are_taken(one_rank: None
     before = known.rules
     ddp.bucket_bytes_cap_list = [1000, 2000]
     assert known.rules == before
-    known.take_new_limits()
+    known.recompile_by_new_limits()
     assert known.rules.caps_bytes == (1000, 2000)
 
 
@@ -141,7 +141,7 @@ def test_the_first_of_several_ranks_tells_users_what_is_so_on_all(
     ddp = _ddp()
     state.get(ddp).is_copy = is_copy
     ddp.process_group = SimpleNamespace(rank=lambda: rank, size=lambda: num_ranks)
-    assert state.speaks_for_others(ddp) is speaks
+    assert state.logs_for_all_ranks(ddp) is speaks
 
 
 def _ddp_in_mode(**options: Any) -> DistributedDataParallel:

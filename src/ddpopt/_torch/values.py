@@ -51,7 +51,7 @@ def fake_mode_of(inputs: object) -> Any:
     return names.DETECT_FAKE_MODE.get()(inputs) or names.FAKE_TENSOR_MODE.get()()
 
 
-def mixing_fake_mode() -> Any:
+def fake_mode_with_real_tensors() -> Any:
     """A new fake mode, in which a real tensor counts as the fake one that stands for it."""
     return names.FAKE_TENSOR_MODE.get()(allow_non_fake_inputs=True)
 

@@ -14,8 +14,8 @@ from ddpopt.errors import DDPOptError, PlanError
 
 LossFn = Callable[[Any], torch.Tensor]
 
-# Not searched for tensors: their attributes are code, or state that is not output.
-_WITHOUT_VALUES = (torch.nn.Module, type, types.FunctionType, types.ModuleType)
+# In an output these are not searched for tensors: their attributes are code, or a module's state.
+_MODULES_AND_CODE = (torch.nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 class Batch(NamedTuple):
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 def as_batch(batch: Any) -> Batch:
-    """A tensor, a tuple of positional or a mapping of keyword arguments as a Batch."""
+    """A mapping of keyword arguments, a tuple or list of positional ones, or the only one."""
     if isinstance(batch, Batch):
         return batch
     if isinstance(batch, Mapping):
@@ -44,15 +44,15 @@ def find_loss(
     output: Any,
     loss_fn: LossFn | None = None,
     *,
-    of_tensor: LossFn = torch.sum,
+    of_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
     error: type[DDPOptError] = PlanError,
 ) -> torch.Tensor:
-    """The loss of a model's output: a scalar with a gradient.
+    """The loss of a model's output: a tensor of one element that requires grad.
 
-    Without `loss_fn` it is the output's own `loss` (an attribute or a key), or else the sum of what
-    `of_tensor` returns for each floating point tensor in the output that has a gradient. The sum of
-    a tensor's elements will do where gradients are only timed; where they are compared it will not,
-    since of a normalized output it does not depend on the parameters.
+    Without `loss_fn` it is the output's own `loss` (an attribute or a key) if that is such a
+    tensor, or else the sum of what `of_tensor` returns for each floating point tensor in the output
+    that requires grad. Checks, which compare gradients, give an `of_tensor` of their own: the sum
+    of a normalized output's elements does not depend on the parameters.
 
     Raises:
         error: there is no such tensor, or `loss_fn` returns no such scalar.
@@ -79,7 +79,7 @@ def find_loss(
 def check_loss_fn(loss_fn: object, error: type[DDPOptError]) -> None:
     """Raise `error` unless `loss_fn` is None or can be called with a model's output.
 
-    A second input of the model is often given in its place.
+    Often a second input of the model is given in its place, so the error says where that belongs.
     """
     if loss_fn is None or callable(loss_fn):
         return
@@ -112,9 +112,13 @@ def _describe(value: object) -> str:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested sequences, mappings and objects with attributes, each once."""
+    """Yield the tensors in nested sequences, mappings and objects with attributes, each once.
+
+    They come in the order in which the output has them, but no module, class or function is opened.
+    """
     left = [value]
-    seen: dict[int, Any] = {}  # objects may refer to each other
+    # Objects may refer to each other. Each is held: the id of one that is gone may be another's.
+    seen: dict[int, Any] = {}
     while left:
         item = left.pop(0)
         if id(item) in seen:
@@ -126,5 +130,5 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             left[:0] = item.values()
         elif isinstance(item, list | tuple):
             left[:0] = item
-        elif hasattr(item, "__dict__") and not isinstance(item, _WITHOUT_VALUES):
+        elif hasattr(item, "__dict__") and not isinstance(item, _MODULES_AND_CODE):
             left[:0] = vars(item).values()

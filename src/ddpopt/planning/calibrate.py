@@ -19,8 +19,8 @@ from ddpopt.steps.clock import Clock, read_host
 
 _MIB = 1024 * 1024
 _LARGEST_S = 0.1  # about how long the largest allreduce may take
-_LARGEST_BYTES = (_MIB, 32 * _MIB)  # at least and at most
-_LEAST_STARTUP_S, _LEAST_STARTUP_CPU_S = 1e-5, 1e-4  # of an allreduce; a fit may give less
+_LARGEST_AT_LEAST_BYTES, _LARGEST_AT_MOST_BYTES = _MIB, 32 * _MIB
+_LEAST_STARTUP_S, _LEAST_STARTUP_CPU_S = 1e-5, 1e-4  # of an allreduce
 _NUM_SIZES = 5
 _NUM_ROUNDS = 3
 _NUM_LAUNCHES = 16  # of small allreduces, one after another
@@ -56,29 +56,38 @@ def calibrate(
 
 
 def _measure(bench: _Bench) -> AllreduceCost:
-    """Time allreduces of the sizes of buckets, alone and beside computation, and fit a cost."""
+    """Time allreduces of the sizes of buckets, alone and beside computation, and fit a cost.
+
+    `bench` gives all ranks the slowest rank's times, so that all come to the same sizes and cost.
+    """
     bench.time_allreduce(_SMALL_BYTES)  # connects, and fills caches
     probe_s = statistics.median(bench.time_allreduce(_MIB) for _ in range(_NUM_ROUNDS))
-    affordable = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
-    largest = min(max(affordable, _LARGEST_BYTES[0]), _LARGEST_BYTES[1])
+    affordable_bytes = int(_LARGEST_S / max(probe_s, 1e-9) * _MIB)
+    largest_bytes = min(max(affordable_bytes, _LARGEST_AT_LEAST_BYTES), _LARGEST_AT_MOST_BYTES)
     # All are as large as buckets: tiny ones mostly measure how the system schedules threads.
-    sizes = [largest // 2**k for k in range(_NUM_SIZES)]
+    sizes = [largest_bytes // 2**k for k in range(_NUM_SIZES)]
     times = [statistics.median(bench.time_allreduce(n) for _ in range(_NUM_ROUNDS)) for n in sizes]
-    lost, beside_s = zip(*(bench.time_overlap(largest) for _ in range(_NUM_ROUNDS)), strict=True)
+    overlaps = [bench.time_overlap(largest_bytes) for _ in range(_NUM_ROUNDS)]
+    lost, beside_s = zip(*overlaps, strict=True)
+    largest_alone_s = times[0]
     launch_s = statistics.median(bench.time_launch() for _ in range(_NUM_ROUNDS))
     fitted = fit_cost(sizes, times)
+    # The line through times of large allreduces may well begin at 0, but no allreduce is free.
     least_s = _LEAST_STARTUP_CPU_S if bench.device.type == "cpu" else _LEAST_STARTUP_S
     return dataclasses.replace(
         fitted,
         startup_s=max(fitted.startup_s, least_s),
         interference=statistics.median(lost),
-        contention=max(1.0, statistics.median(beside_s) / times[0]),
+        contention=max(1.0, statistics.median(beside_s) / largest_alone_s),
         launch_s=max(0.0, launch_s),
     )
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU if the group has another backend for it than for the CPU."""
+    """The GPU if the group has another backend for it than for the CPU, such as nccl.
+
+    A group with one backend for both, such as gloo, does not tell where gradients are.
+    """
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     accelerator = torch.accelerator.current_accelerator(True)
     if accelerator and backends.get(accelerator.type, backends.get("cpu")) != backends.get("cpu"):
@@ -87,7 +96,10 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 class _Bench:
-    """Times allreduces on a group, alone and beside products of matrices; equal on all ranks."""
+    """Times allreduces on a group, alone and beside products of matrices on the same device.
+
+    All ranks call the same methods, which return the largest of the ranks' values, equal on all.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -108,9 +120,10 @@ class _Bench:
         return self._worst(self._clock.finish() - start_s)
 
     def time_overlap(self, num_bytes: int) -> tuple[float, float]:
-        """Compute while an allreduce runs.
+        """Compute while an allreduce runs, and once more for as long without one.
 
-        Return the fraction of its speed that computation loses, and how long the allreduce takes.
+        Return the fraction of its speed that computation loses to the allreduce, and how long this
+        takes beside computation.
         """
         values = self._make_values(num_bytes)
         self._meet()
@@ -118,24 +131,28 @@ class _Bench:
         assert work is not None
         num_beside, beside_s = self._multiply_while(lambda: not work.is_completed())
         work.wait()
-        stop_s = self._meet() + beside_s  # to compute alone for as long as beside the allreduce
+        stop_s = self._meet() + beside_s
         num_alone, alone_s = self._multiply_while(lambda: read_host() < stop_s)
         lost = 1 - (num_beside / beside_s) / (num_alone / alone_s)
         # `AllreduceCost.interference` is below 1: computation never stands still.
         return min(max(self._worst(lost), 0.0), 0.95), self._worst(beside_s)
 
     def time_launch(self) -> float:
-        """Return how much longer computation takes for each small allreduce beside it."""
+        """Return how much longer the same products take for each small allreduce beside them."""
         values = [self._make_values(_SMALL_BYTES) for _ in range(_NUM_LAUNCHES)]
         _, reduced_s = self._launch_all(values, num_products=1)
         _, product_s = self._launch_all([], num_products=1)
+        # So many products take twice as long as all of the allreduces, and thus outlast them.
         num_products = math.ceil(2 * self._worst(reduced_s) / self._worst(product_s))
-        beside_s, _ = self._launch_all(values, num_products)  # which outlast the allreduces
+        beside_s, _ = self._launch_all(values, num_products)
         alone_s, _ = self._launch_all([], num_products)
         return self._worst(beside_s - alone_s) / _NUM_LAUNCHES
 
     def _launch_all(self, values: Sequence[torch.Tensor], num_products: int) -> tuple[float, float]:
-        """Launch an allreduce of each value and multiply; return when products, and all, end."""
+        """Launch an allreduce of each value, and multiply meanwhile, on this rank's own clock.
+
+        Return how long it takes until the products have ended, and until the allreduces have too.
+        """
         start_s = self._meet()
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
         left = iter(range(num_products))
@@ -199,7 +216,7 @@ def measure_device(
 
     return Device(
         flops_per_s=rates,
-        bytes_per_s=2 * source.numel() * source.element_size() / copy_s,
+        bytes_per_s=2 * source.numel() * source.element_size() / copy_s,  # read, and written
         launch_s=_median_seconds(call_often, device) / _TINY_CALLS,
     )
 

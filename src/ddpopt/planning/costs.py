@@ -43,13 +43,13 @@ class Gradient:
         # 0 for a parameter without elements.
         sizes = Limits(at_least=0, below=BEYOND, is_whole=True)
         check_number("Gradient.num_bytes", self.num_bytes, sizes, PlanError)
-        _check(self, "ready_s")
+        _check_numbers(self, "ready_s")
 
     @classmethod
     def from_dict(cls, content: Any, path: str) -> Gradient:
         """The gradient that a JSON object at this path of its document describes."""
         check_keys(cls, content, path)
-        with naming(path):
+        with naming_in_errors(path):
             return cls(**content)
 
 
@@ -102,7 +102,7 @@ class Profile:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        _check(self, *_PROFILE_TIMES)
+        _check_numbers(self, *_PROFILE_TIMES)
         _check_text(self, "source")
         remedy = "give a tuple of Gradient"
         check_kind("Profile.gradients", self.gradients, (tuple, list), remedy, PlanError)
@@ -129,7 +129,7 @@ class Profile:
             Gradient.from_dict(gradient, f"{path}.gradients[{index}]")
             for index, gradient in enumerate(listed)
         )
-        with naming(path):
+        with naming_in_errors(path):
             return cls(**{**content, "gradients": gradients})
 
     @property
@@ -140,7 +140,8 @@ class Profile:
     def buckets_of(self, sizes: Sequence[int]) -> list[PlannedBucket]:
         """Buckets in launch order: the next `sizes[k]` gradients, in turn, complete together.
 
-        If they are of several groups, each group is a bucket, in the order in which groups appear.
+        If they are of several groups, each group is a bucket, in the order in which groups appear,
+        and each of these buckets waits for the last of the `sizes[k]`, of whatever group that is.
         """
         buckets: list[PlannedBucket] = []
         start = 0
@@ -188,15 +189,15 @@ class AllreduceCost:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "startup_s", "s_per_byte", "launch_s")
-        _check(self, "interference", below=1)
-        _check(self, "contention", at_least=1)
+        _check_numbers(self, "startup_s", "s_per_byte", "launch_s")
+        _check_numbers(self, "interference", below=1)
+        _check_numbers(self, "contention", at_least=1)
 
     @classmethod
     def from_dict(cls, content: Any, path: str) -> AllreduceCost:
         """The cost that a JSON object at this path of its document describes."""
         check_keys(cls, content, path)
-        with naming(path):
+        with naming_in_errors(path):
             return cls(**content)
 
     @property
@@ -263,11 +264,12 @@ class Network:
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "latency_s", "launch_s", "node_latency_s")
-        _check(self, "interference", below=1)
-        _check(self, "contention", at_least=1)
+        _check_numbers(self, "latency_s", "launch_s", "node_latency_s")
+        _check_numbers(self, "interference", below=1)
+        _check_numbers(self, "contention", at_least=1)
         check_number("ranks_per_node", self.ranks_per_node, RANKS, PlanError)
         for name in ("bytes_per_s", "node_bytes_per_s"):
+            # A link may be infinitely fast, as by default those within a node are.
             check_number(name, getattr(self, name), Limits(above=0, below=None), PlanError)
         if self.algorithm not in ALGORITHMS:
             raise PlanError(f"algorithm is {quote(self.algorithm)}; valid are {list(ALGORITHMS)}")
@@ -298,12 +300,12 @@ class Network:
                 + steps_between / nodes / self.bytes_per_s
             )
         elif self.algorithm == "ring":
-            # One message in `inside` goes from a node to the next.
+            # Bytes pass the ranks of a node in turn: one step in `inside` leads to another node.
             steps_between = math.ceil(steps / inside)
             latency = steps_between * self.latency_s
             latency += (steps - steps_between) * self.node_latency_s
             per_byte = steps / world_size / slowest
-        else:
+        else:  # "tree": up and down again, between nodes and within each
             within_s = math.ceil(math.log2(inside)) * self.node_latency_s
             latency = 2 * (math.ceil(math.log2(nodes)) * self.latency_s + within_s)
             per_byte = 2 / slowest
@@ -351,7 +353,7 @@ class Device:
         rates = {f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s.items()}
         for name, rate in {**rates, "bytes_per_s": self.bytes_per_s}.items():
             check_number(f"Device.{name}", rate, POSITIVE, PlanError)
-        _check(self, "launch_s")
+        _check_numbers(self, "launch_s")
 
     def seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype | None = None) -> float:
         """Return how long a call takes without its launch: the longer of arithmetic and memory.
@@ -363,7 +365,7 @@ class Device:
         return max(flops / rate, moved_bytes / self.bytes_per_s)
 
 
-def _check(owner: Any, *names: str, at_least: float = 0, below: float = BEYOND) -> None:
+def _check_numbers(owner: Any, *names: str, at_least: float = 0, below: float = BEYOND) -> None:
     """Raise PlanError unless these attributes are numbers in range."""
     for name in names:
         what = f"{type(owner).__name__}.{name}"
@@ -396,8 +398,8 @@ def check_keys(kind: type, content: Any, path: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Put the path in a document, or the document's name, before what is wrong with it."""
+def naming_in_errors(path: str) -> Iterator[None]:
+    """Begin the message of a ValueError in this block with a path in a document, or its name."""
     try:
         yield
     except ValueError as error:  # a PlanError is one too

@@ -42,7 +42,7 @@ _PLAN_AHEAD = (
 class Decision(NamedTuple):
     """Whether buckets change and why, the best plan as JSON, and the part of an iteration it saves.
 
-    `plan` is "" if none could be made.
+    `plan` is "" if none could be made. It is given where buckets stay too, for `explain` to show.
     """
 
     text: str
@@ -56,7 +56,10 @@ class Decision(NamedTuple):
 def decide(
     ddp: DistributedDataParallel, measured_by_rank: Sequence[Measured], cost: AllreduceCost
 ) -> Decision:
-    """Plan for the slowest ranks' times on this network."""
+    """Plan for the slowest ranks' times on this network, and say whether the plan saves enough.
+
+    Buckets stay if they are not the same on all ranks, or if a rank could measure no times.
+    """
     present_buckets = measured_by_rank[0].buckets
     for rank, measured in enumerate(measured_by_rank):
         if measured.problem:
@@ -66,6 +69,8 @@ def decide(
             where = f"rank {rank} ({measured.host})"
             return Decision(f"{STAY}: {where} has other buckets than rank 0")
 
+    # Times were measured while allreduces of the present buckets slowed computation down. A plan
+    # starts from those without any.
     sizes = [len(bucket) for bucket in present_buckets]
     disturbed = _worst_case_profile(ddp, measured_by_rank)
     undisturbed_s = undisturbed(disturbed, sizes, cost)
@@ -81,6 +86,8 @@ def decide(
     present, best = predict(profile, sizes, cost), plan.timeline()
     gain = 1 - best.iteration_s / present.iteration_s
     error = abs(unexplained_s) / present.iteration_s
+    # A gain within the prediction's own error may be none, but a large one is tried all the same:
+    # `judge` compares iterations afterwards.
     needed_gain = min(max(_LEAST_GAIN, error), _LARGE_GAIN)
     is_better = gain >= needed_gain
     if is_better:
@@ -96,10 +103,11 @@ def decide(
         if needed_gain > _LEAST_GAIN:
             text += f", since the prediction leaves {error:.1%} of one unexplained"
     times = _describe_times(present, best, profile.after_s)
+    # DDP broadcasts buffers before each forward, and ranks wait for each other there.
     broadcasts_buffers = ddp.broadcast_buffers and len(ddp.modules_buffers) > 0
     spread = find_spread(measured_by_rank, broadcasts_buffers=broadcasts_buffers)
     text = "\n".join([text, "", *times, "", *_describe_cost(cost), "", str(spread)])
-    return Decision(text, plan.to_json(), gain, is_better, spread)
+    return Decision(text, plan=plan.to_json(), gain=gain, is_better=is_better, spread=spread)
 
 
 def _worst_case_profile(
@@ -107,14 +115,15 @@ def _worst_case_profile(
 ) -> Profile:
     """The computation of a rank as slow as the slowest in each respect, beside allreduces.
 
-    Each gradient is as late as on the rank where it was latest.
+    Each gradient is as late as on the rank where it was latest, and backward ends with the last of
+    them: when DDP has reduced them all is predicted, and compared with what was measured.
     """
     parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
     latest: list[tuple[float, ParameterIndex]] = []  # when a gradient arrived, and whose
     arrival = itertools.chain.from_iterable(measured_by_rank[0].buckets)
     for position, index in enumerate(arrival):
         times_s = [measured.ready_s[position] for measured in measured_by_rank]
-        latest.append((max(0.0, *times_s), index))
+        latest.append((max(0.0, *times_s), index))  # a `Gradient` refuses a time below 0
     if not _torch.follows_arrival_order(ddp):
         # A Reducer that looks for unused parameters does not have its buckets in the order of
         # arrival, in which they are planned. It is assumed to have as many gradients in each.
@@ -178,13 +187,17 @@ class Verdict(NamedTuple):
     """What a change achieved, and whether to undo it."""
 
     text: str
-    is_worse: bool = False
+    undoes_change: bool = False
 
 
 def judge(
     before_by_rank: Sequence[Measured], after_by_rank: Sequence[Measured], predicted_gain: float
 ) -> Verdict:
-    """Compare the slowest rank's iterations, from what all ranks measured before and after."""
+    """Compare the slowest rank's iterations, from what all ranks measured before and after.
+
+    A change is undone unless iterations got shorter by `_LEAST_MEASURED_GAIN`; one of which nothing
+    could be measured is kept.
+    """
     for rank, measured in enumerate(after_by_rank):
         if measured.problem:
             where = f"on rank {rank} ({measured.host})"
@@ -197,5 +210,5 @@ def judge(
     if gain >= _LEAST_MEASURED_GAIN:
         return Verdict(f"measured: iterations got {gain:.0%} shorter ({times}; {predicted})")
     return Verdict(
-        f"the previous buckets are back: iterations, {predicted}, took {times}", is_worse=True
+        f"the previous buckets are back: iterations, {predicted}, took {times}", undoes_change=True
     )

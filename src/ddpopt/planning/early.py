@@ -50,12 +50,12 @@ class Departures:
     total_bytes: int
     # Of buckets that are complete while much of backward is still to come.
     early_bytes: int
-    # Of gradients that are final only in the last part of a backward that was cut.
-    last_bytes: int
+    # Of gradients of graphs that are cut, which are final only in the last part of backward.
+    late_in_cut_bytes: int
     # Of gradients that are final early, but whose bucket, or an earlier bucket, is complete late.
     waiting_bytes: int
-    # Of gradients of graphs that stay whole, by the reason.
-    whole_bytes: dict[Reason, int] = field(default_factory=dict)
+    # Of such gradients of graphs that stay whole, by the reason.
+    late_in_whole_bytes: dict[Reason, int] = field(default_factory=dict)
     # The names of these graphs, by the reason.
     graphs: dict[Reason, list[str]] = field(default_factory=dict)
 
@@ -63,23 +63,24 @@ class Departures:
     def is_low(self) -> bool:
         """Whether most gradients leave late, and not just because something has to be last."""
         enough_bytes = _ENOUGH * self.total_bytes
-        return self.early_bytes < enough_bytes and self.last_bytes < enough_bytes
+        return self.early_bytes < enough_bytes and self.late_in_cut_bytes < enough_bytes
 
     def __str__(self) -> str:
         def share(num_bytes: int) -> str:
             return f"{100 * num_bytes / self.total_bytes:.0f} %"
 
         causes = []
-        for reason, num_bytes in sorted(self.whole_bytes.items(), key=lambda item: -item[1]):
-            sentence = reason.value.partition(";")[0]
+        reasons = sorted(self.late_in_whole_bytes.items(), key=lambda item: -item[1])
+        for reason, num_bytes in reasons:
+            sentence = reason.value.partition(";")[0]  # behind it stands what could be done
             causes.append(
                 f"{share(num_bytes)} in graphs compiled whole ({shorten(self.graphs[reason])}), "
                 f"because {sentence}"
             )
         if self.waiting_bytes:
             causes.append(f"{share(self.waiting_bytes)} in buckets that wait for these")
-        if self.last_bytes:
-            causes.append(f"{share(self.last_bytes)} in the last section of a backward")
+        if self.late_in_cut_bytes:
+            causes.append(f"{share(self.late_in_cut_bytes)} in the last section of a backward")
         return (
             f"only {share(self.early_bytes)} of the gradients ({format_bytes(self.early_bytes)} of "
             f"{format_bytes(self.total_bytes)}) leave before the last tenth of a backward, so "
@@ -104,12 +105,12 @@ def find_departures(
     # the number of its calls: a rough measure of its time. A graph that stays whole, or is cut in
     # forward, counts by its forward's calls.
     units: list[tuple[Cut, int]] = []
-    # For each parameter, the last unit in which its gradient is computed.
+    # For each parameter, the last unit in which its gradient is computed. Graphs may share it.
     unit_of: dict[ParameterIndex, int] = {}
     for cut, used in reversed(runs):
         sections = cut.sections or (cut.as_one_section(),)
         if cut.split == "forward":
-            sections = sections[::-1]
+            sections = sections[::-1]  # as backward runs them
         section_of = {name: k for k, section in enumerate(sections) for name in section.parameters}
         for parameter in used:
             # One that no section names is taken to be final at the graph's end.
@@ -117,11 +118,11 @@ def find_departures(
             unit_of[parameter.index] = len(units) + section
         units += [(cut, section.num_nodes) for section in sections]
     num_done = list(itertools.accumulate(num_calls for _, num_calls in units))
-    num_calls = num_done[-1] if num_done else 0
-    is_early = [num_calls - done >= _STILL_TO_COME * num_calls for done in num_done]
+    num_in_all = num_done[-1] if num_done else 0
+    is_early = [num_in_all - done >= _STILL_TO_COME * num_in_all for done in num_done]
 
-    early_bytes = last_bytes = waiting_bytes = 0
-    whole_bytes: dict[Reason, int] = defaultdict(int)
+    early_bytes = late_in_cut_bytes = waiting_bytes = 0
+    late_in_whole_bytes: dict[Reason, int] = defaultdict(int)
     graphs: dict[Reason, list[str]] = defaultdict(list)
     leaves_early = True  # buckets are launched in order
     for bucket in buckets:
@@ -136,17 +137,17 @@ def find_departures(
             else:
                 cut, _ = units[unit]
                 if cut.fallback is None:
-                    last_bytes += parameter.num_bytes
+                    late_in_cut_bytes += parameter.num_bytes
                     continue
-                whole_bytes[cut.fallback] += parameter.num_bytes
+                late_in_whole_bytes[cut.fallback] += parameter.num_bytes
                 if cut.graph not in graphs[cut.fallback]:
                     graphs[cut.fallback].append(cut.graph)
     return Departures(
         total_bytes=sum(parameter.num_bytes for bucket in buckets for parameter in bucket),
         early_bytes=early_bytes,
-        last_bytes=last_bytes,
+        late_in_cut_bytes=late_in_cut_bytes,
         waiting_bytes=waiting_bytes,
-        whole_bytes=dict(whole_bytes),
+        late_in_whole_bytes=dict(late_in_whole_bytes),
         graphs=dict(graphs),
     )
 
@@ -154,11 +155,11 @@ def find_departures(
 def watch(ddp: DistributedDataParallel) -> None:
     """Warn once, on rank 0, if most gradients leave late when training has settled.
 
-    Called whenever something is compiled for the module.
+    Called whenever something is compiled for the module, so that it is looked at again then.
     """
     if _are_told.get(ddp) or find_subscriber(ddp, _Watch) is not None:
         return
-    if state.speaks_for_others(ddp):
+    if state.logs_for_all_ranks(ddp):
         subscribe(ddp, _Watch())
 
 
@@ -175,7 +176,8 @@ class _Watch(Subscriber):
         if not will_communicate(ddp):
             return
         self._num_forwards += 1
-        # While better buckets are searched for, those are not DDP's last.
+        # Count anew when more is compiled. While better buckets are searched for, those that DDP
+        # has now are not its last.
         if len(known.cuts) != self._num_graphs or known.goal is Goal.SEARCHED:
             self._num_graphs, self._num_forwards = len(known.cuts), 0
         if self._num_forwards < _NUM_SETTLED:

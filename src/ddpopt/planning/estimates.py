@@ -90,7 +90,7 @@ def estimate(
         remedy = "give a ddpopt.planning.Device, or None to measure the model's own"
         check_kind("device", device, Device, remedy, PlanError)
     check_loss_fn(loss_fn, PlanError)
-    graph, trained, is_stand_in = _trace(wrapped_module(model), batch, loss_fn)
+    graph, trained, loss_is_sum_of_outputs = _trace(wrapped_module(model), batch, loss_fn)
     returned: Any = graph.output_node().args[0]
     made_loss, *made = returned
     for name, node in zip(trained, made, strict=True):
@@ -117,8 +117,8 @@ def estimate(
     may_be_unused = isinstance(ddp, DistributedDataParallel) and ddp.static_graph
     # An unused parameter: used by the training's own loss, at the beginning of backward, or by
     # nothing.
-    num_calls_to_unused = 0 if is_stand_in and not may_be_unused else len(costs) + 1
-    ready = {
+    num_calls_to_unused = 0 if loss_is_sum_of_outputs and not may_be_unused else len(costs) + 1
+    num_calls_before = {
         name: num_calls_to_unused if node is None else num_calls_to.get(node.name, 0)
         for name, node in zip(trained, made, strict=True)
     }
@@ -126,10 +126,11 @@ def estimate(
         Gradient(
             name=name,
             num_bytes=trained[name].numel() * trained[name].element_size(),
-            ready_s=max(ends_s[ready[name]] - forward_s, 0.0),
+            ready_s=max(ends_s[num_calls_before[name]] - forward_s, 0.0),
+            # As `reducer_parameters` has it.
             group=f"{trained[name].dtype} on {trained[name].device}",
         )
-        for name in sorted(ready, key=ready.__getitem__)
+        for name in sorted(num_calls_before, key=num_calls_before.__getitem__)
     )
     return Profile(
         gradients=gradients,
@@ -148,6 +149,7 @@ def scale(profile: Profile, forward_s: float, backward_s: float) -> Profile:
     if not profile.backward_s > 0:
         raise PlanError("the profile's backward_s is 0, which cannot be stretched; measure instead")
     factor = backward_s / profile.backward_s
+    # A Profile refuses a gradient that rounding puts behind the end of backward.
     return profile.with_ready_times(
         [min(gradient.ready_s * factor, backward_s) for gradient in profile.gradients],
         forward_s=forward_s,
@@ -190,8 +192,9 @@ def _trace(
         # On the meta device operations are traced that no device runs: attention, for one, is
         # decomposed there. A build for GPUs has an accelerator that this machine may lack.
         other_device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    fake = functools.partial(_to_fake, _torch.mixing_fake_mode(), other_device)
-    # Of copies, since a forward may keep what it computes, which here are fake tensors.
+    fake = functools.partial(_to_fake, _torch.fake_mode_with_real_tensors(), other_device)
+    # A forward may keep what it computes, which here are fake tensors: so this is a copy of the
+    # model. Its own tensors serve in the copy, since fake ones are put in their place.
     step = _Step(*_copies.copy_model(model, loss_fn, PlanError, shares_tensors=True))
     tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     inputs: Any = map_aggregate((tensors, *as_batch(batch)), fake)
@@ -204,7 +207,7 @@ def _trace(
         # Fake tensors draw no numbers, but a forward may also ask Python's or numpy's generator.
         with restoring_randomness(model), torch.enable_grad(), _torch.uncompiled_while_tracing():
             graph = make_fx(trace, tracing_mode="fake")(*inputs).graph
-    except PlanError:
+    except PlanError:  # of the loss
         raise
     except Exception as error:
         # The model's own forward may raise anything, and so may torch, which traces it with tensors
@@ -217,7 +220,7 @@ def _trace(
         ) from error
     plain_of = _torch.plain_names(parameters)
     trained_tensors = {plain_of[name]: inputs[0][f"model.{name}"] for name in trained}
-    return graph, trained_tensors, step.is_stand_in
+    return graph, trained_tensors, step.loss_is_sum_of_outputs
 
 
 class _Step(nn.Module):
@@ -239,21 +242,21 @@ class _Step(nn.Module):
         # In a tuple: a loss that is a module is in `in_loss`, and would be registered once more.
         self._loss = (loss_fn,)
         # Whether the loss is the sum of outputs, for want of another. Known once `forward` ran.
-        self.is_stand_in = False
+        self.loss_is_sum_of_outputs = False
 
     def forward(self, wanted: list[torch.Tensor], batch: Batch) -> list[torch.Tensor | None]:
         """The loss, and its gradients with respect to `wanted`."""
         output = call_model(self.model, batch)
-        self.is_stand_in = self._loss == (None,) and not has_loss(output)
+        self.loss_is_sum_of_outputs = self._loss == (None,) and not has_loss(output)
         value = find_loss(output, *self._loss)
         return [value, *torch.autograd.grad(value, wanted, allow_unused=True)]
 
 
 def _to_fake(mode: Any, device: torch.device | str | None, value: Any) -> Any:
-    """A fake tensor in place of a tensor, on `device`, or on its own if that is None."""
+    """A fake tensor of `mode` for a tensor, on `device`, or on its own device if that is None."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value  # make_fx replaces tensors of other kinds
-    with mode, torch.no_grad():
+    with mode:
         made = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=device or value.device
         )
@@ -318,14 +321,18 @@ class _Values:
         if not node.all_input_nodes:
             return node
         first = node.all_input_nodes[0]
-        if name_of(node) == "getitem":  # an element of a tuple owns its memory, but not of a view's
+        if name_of(node) == "getitem":
+            # An element of a tuple owns its memory, unless the call that made the tuple is a view.
             return node if self.owner[first] is first else self.owner[first]
         # `add_` is in place, `__and__` is not.
         is_in_place = _base_name(node).endswith("_") and not _base_name(node).endswith("__")
         return self.owner[first] if _is_view(node) or is_in_place else node
 
     def is_fused(self, node: fx.Node) -> bool:
-        """Whether a node's value exists only inside its reader's loop."""
+        """Whether a node's value exists only inside its reader's loop.
+
+        The graph's output is a reader too, with which nothing is fused.
+        """
         readers = self._readers.get(node, ())
         return (
             self.owner[node] is node
@@ -334,13 +341,13 @@ class _Values:
         )
 
     def moved_bytes(self, node: fx.Node) -> int:
-        """The bytes that a call reads and writes."""
+        """The bytes that a call reads and writes, without values that are fused with a reader."""
         written = 0 if self.is_fused(node) else self.size[node]
         reads = [
             0 if self.is_fused(self.owner[source]) else self.size[source]
             for source in node.all_input_nodes
         ]
-        if _base_name(node) in _GATHERS:
+        if _base_name(node) in _GATHERS:  # it reads no more of a table than it writes
             reads[0] = min(reads[0], self.size[node])
         return sum(reads) + written
 
@@ -361,7 +368,8 @@ def _is_free(node: fx.Node) -> bool:
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     """The tensors that a node stands for; raises PlanError if the graph does not have them."""
-    # None has no "val": the result of a call without one, or a gradient that nobody needs.
+    # None has no "val": the result of a call without one, or a gradient that nobody needs. Nor need
+    # a constant in an attribute have one, and then it counts for nothing.
     may_be_none = not node.users or name_of(node) == "getitem"
     if not _torch.has_aten_value(node) and node.op != "get_attr" and not may_be_none:
         raise PlanError(

@@ -71,8 +71,8 @@ def watch(ddp: DistributedDataParallel) -> None:
     """
     if _hints.get(ddp) is not None:
         return
-    _hints.set(ddp, "")
-    if state.speaks_for_others(ddp):
+    _hints.set(ddp, "")  # no hint so far, and somebody watches for it
+    if state.logs_for_all_ranks(ddp):
         subscribe(ddp, _Watch())
 
 
@@ -85,13 +85,18 @@ class _Watch(IterationClock):
         self._steps: dict[int, tuple[_torch.LoggedStep, float]] = {}
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
-        """Note the times of the last step, which ends where this forward begins."""
+        """Note the times of the last step, which ends where this forward begins.
+
+        Only `_STEPS` count. After the last of them the hint is found.
+        """
         if not will_communicate(ddp):
             return
-        super().before_forward(ddp, forward)
+        super().before_forward(ddp, forward)  # sets `last_s`, how long the last iteration took
         try:
             step = _torch.last_logged_step(ddp)
             if step.number in _STEPS and self.last_s is not None:
+                # DDP's log shows a step until DDP times another, but only at the first look is
+                # `last_s` the iteration of that step.
                 self._steps.setdefault(step.number, (step, self.last_s))
             if step.number >= _STEPS[-1]:
                 unsubscribe(ddp, _Watch)
@@ -110,6 +115,7 @@ class _Watch(IterationClock):
             return ""
         steps = [step for step, _ in self._steps.values()]
         first, last = min(self._steps), max(self._steps)
+        # DDP's `backward_s` is that of the computation, after which it waits for allreduces.
         wait = Wait(
             backward_s=statistics.median(step.backward_s + step.exposed_s for step in steps),
             exposed_s=statistics.median(step.exposed_s for step in steps),

@@ -126,7 +126,7 @@ class _Problem(NamedTuple):
         """F(k, .), given F(k - 1, .)."""
         # For each i at once. The largest j there is: i - 1.
         last = torch.arange(len(self.ready))
-        # The last j of which the bucket before is done when gradient i is ready.
+        # The last j such that the first j are reduced when gradient i is ready.
         done = torch.searchsorted(before, self.ready, right=True).sub_(1).minimum(last)
         at_once = self.ready - self.sent[done]
         queued = _window_minima(before - self.sent, done + 1, last)
@@ -181,6 +181,7 @@ def _as_formed(profile: Profile, sizes: Sequence[int]) -> tuple[int, ...]:
         if num_bytes:
             caps_bytes.append(num_bytes)
         start += size
+    # Without a gradient that has elements there is one bucket, which no cap closes.
     return buckets_of_caps(profile, caps_bytes or [1])
 
 
@@ -201,7 +202,8 @@ def uniform_buckets(profile: Profile) -> Iterator[tuple[int, ...]]:
 def buckets_of_caps(profile: Profile, caps_bytes: Sequence[int]) -> tuple[int, ...]:
     """The buckets that DDP's Reducer forms with these caps, for gradients of one group.
 
-    The k-th cap is for the k-th bucket, the last one for all further ones.
+    The k-th cap is for the k-th bucket, the last one for all further ones. Of several groups, for
+    each of which the Reducer fills buckets apart, this is an approximation for predictions.
     """
     # The same rule as in `reducer.predict_buckets`, for one group: a search calls this often, while
     # other ranks wait.

@@ -33,7 +33,7 @@ from ddpopt.planning.costs import (
     Profile,
     check_keys,
     describe_extrapolation,
-    naming,
+    naming_in_errors,
 )
 from ddpopt.planning.estimates import estimate, scale, wrapped_module
 from ddpopt.planning.merging import best_buckets, buckets_of_caps, uniform_caps
@@ -174,12 +174,13 @@ class BucketPlan:
         Which cap is best depends on the cost, so that it may differ for another number of ranks.
         The number is the plan's, whoever asks; all ranks have to ask an equal plan.
         """
-        # Not the process group's number: a rank that asks before it joins would get another cap.
         if self._has_one_group:
             return {"bucket_cap_mb_list": [cap / _MIB for cap in self.caps_bytes]}
 
         def predict_iteration_s(cap_bytes: int) -> float:
             sizes = buckets_of_caps(self.profile, (cap_bytes,))
+            # By the cost among the plan's ranks, not among the process group's: a rank that asks
+            # before it joins would get another cap.
             return predict(self.profile, sizes, self.cost).iteration_s
 
         return {"bucket_cap_mb": min(uniform_caps(self.profile), key=predict_iteration_s) / _MIB}
@@ -228,7 +229,7 @@ class BucketPlan:
             ) from error
         except RecursionError as error:
             raise PlanError(f"{name} has lists in lists, deeper than a plan has them") from error
-        with naming(name):
+        with naming_in_errors(name):
             if not isinstance(content, dict) or "version" not in content:
                 raise PlanError("it has no 'version', as a plan has that BucketPlan.save wrote")
             version = content.pop("version")
@@ -341,6 +342,7 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
     profile = estimate(model, batch, device=device, loss_fn=loss_fn)
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     if device is None and not is_on_meta:
+        # Measured without cuts. What one costs where times are only estimated is not known.
         forward_s, backward_s = _measure(model, batch, backend, loss_fn)
         profile = dataclasses.replace(scale(profile, forward_s, backward_s), cut_s=_CUT_S)
     return plan_buckets(profile, cost, world_size)
@@ -359,6 +361,8 @@ def _measure(
     """
     copied, own_loss, _ = _copies.copy_model(model, loss_fn, PlanError)
     batch = _copies.copy_batch(batch, PlanError)
+    # If the copy uses the model all the same: a backward that reaches its parameters raises, and
+    # its buffers are restored.
     with _copies.shielded(model, _copies.copy_buffers(model), PlanError, "the model"):
         return _time_steps(copied, batch, backend, own_loss)
 
@@ -377,7 +381,8 @@ def _time_steps(
             start_s = max(clock.finish() for clock in clocks)
             value = find_loss(call_model(compiled, batch), loss_fn)
             middle_s = max(clock.finish() for clock in clocks)
-            # `sparing_others` walks through the graph, so backward's time begins behind that.
+            # Leaves outside of the model, such as a teacher's parameters, get no gradient. To find
+            # them the graph is walked through, so backward's time begins behind that.
             with _copies.sparing_others(value, parameters):
                 backward_start_s = max(clock.finish() for clock in clocks)
                 value.backward()  # type: ignore[no-untyped-call]  # as torch has it

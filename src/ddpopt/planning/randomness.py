@@ -18,18 +18,18 @@ def restoring_randomness(model: torch.nn.Module) -> Iterator[Callable[[], None]]
     Yields a function that resets it to its initial value, so that each step draws the same numbers.
     The accelerators that hold the model's parameters are included.
     """
-    numpy: Any = sys.modules.get("numpy")
-    on_devices = states_on_devices(model)
-    before, pythons = torch.get_rng_state(), random.getstate()
-    numpys = numpy.random.get_state() if numpy else None
+    numpy: Any = sys.modules.get("numpy")  # it has drawn nothing if nobody has imported it
+    device_states = states_on_devices(model)
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
 
     def restore() -> None:
-        torch.set_rng_state(before)
-        random.setstate(pythons)
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
         if numpy:
-            numpy.random.set_state(numpys)
-        for device, own in on_devices.items():
-            torch.get_device_module(device).set_rng_state(own, device)
+            numpy.random.set_state(numpy_state)
+        for device, device_state in device_states.items():
+            torch.get_device_module(device).set_rng_state(device_state, device)
 
     try:
         yield restore

@@ -64,9 +64,9 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
             top of `model`.
     """
     ddp = state.ddp_of(model)
-    agreed = agree(ddp, lambda: _read(plan), lambda: _find_noted(ddp))
+    agreed = agree(ddp, lambda: _read(plan), lambda: _find_noted_gradients(ddp))
     apply(ddp, agreed)
-    state.get(ddp).take_new_limits()
+    state.get(ddp).recompile_by_new_limits()
     _forbid_backward(ddp)
     note = describe_ranks(ddp, agreed)
     if note and ddp.process_group.rank() == 0:
@@ -83,7 +83,7 @@ def _read(plan: object) -> BucketPlan:
     return plan
 
 
-def _find_noted(ddp: DistributedDataParallel) -> str:
+def _find_noted_gradients(ddp: DistributedDataParallel) -> str:
     """Say that DDP may have noted gradients as used that it has not reduced; "" if it cannot.
 
     `_Accumulation` knows of such notes from forwards under no_sync. A backward that went past DDP,
@@ -111,7 +111,7 @@ def find_pending(ddp: DistributedDataParallel) -> str:
     """Say which gradients a new Reducer would know nothing of; "" if none are known.
 
     Where nothing has called `watch`, gradients that DDP has noted as used may be missed: see
-    `_find_noted`.
+    `_find_noted_gradients`.
     """
     if _torch.has_unfinished_reduction(ddp):
         return "DDP has not ended the reduction of the last backward"
@@ -209,8 +209,8 @@ def find_lasting_obstacle(ddp: DistributedDataParallel) -> str:
         return f"{why}, to change buckets on all of them; give the plan's ddp_kwargs() instead"
     if problem := _find_odd_setting(ddp):
         return problem
-    if kept := _find_kept_by_hooks(ddp):
-        return kept
+    if problem := _find_hook_problem(ddp):
+        return problem
     reduced = list(_torch.reducer_parameters(ddp).values())
     if len({p.group for p in reduced}) > 1 or any(p.is_sparse for p in reduced):
         return (
@@ -236,7 +236,7 @@ def _find_odd_setting(ddp: DistributedDataParallel) -> str:
     return ""
 
 
-def _find_kept_by_hooks(ddp: DistributedDataParallel) -> str:
+def _find_hook_problem(ddp: DistributedDataParallel) -> str:
     """Say why a comm hook cannot work for other buckets; "" if it can, or there is none."""
     if unknown := _torch.find_unknown_hook(ddp):
         return unknown
@@ -291,10 +291,10 @@ def agree(
     def check_and_describe() -> list[Fact]:
         plan = get_plan()
         plans.append(plan)
-        pending = find_obstacle(ddp) or find_pending(ddp) or find_problem()
-        obstacle = pending or find_misfit(ddp, plan)
-        if obstacle:
-            raise PlanError(obstacle)
+        problem = find_obstacle(ddp) or find_pending(ddp) or find_problem()
+        problem = problem or find_misfit(ddp, plan)
+        if problem:
+            raise PlanError(problem)
         # Compared by parameters' indices: names may differ where ranks have compiled other modules.
         buckets = str(indices_of(ddp, plan)).encode()
         facts = [Fact("the plan", hashlib.sha256(buckets).hexdigest()[:16])]
@@ -342,7 +342,7 @@ def take_back(ddp: DistributedDataParallel, buckets: Buckets, caps_bytes: Sequen
 
     Raises as `apply` does.
     """
-    _replace_reducer(ddp, buckets, caps_bytes)
+    _replace_reducer(ddp, buckets, caps_bytes)  # the plan is forgotten with its Reducer
     state.get(ddp).give_buckets(buckets, Origin.RETURNED)
 
 
@@ -367,7 +367,7 @@ def _replace_reducer(
     _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals, settle)
     watching = find_subscriber(ddp, _Accumulation)
     if watching is not None:
-        watching.forget_notes()
+        watching.forget_notes()  # the new Reducer has noted no parameter as used
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[ParameterIndex]]:
@@ -431,6 +431,7 @@ def _forbid_backward(ddp: DistributedDataParallel) -> None:
     """Make backward raise until the next forward: a new Reducer does not know earlier ones."""
     _remove_hooks(ddp)  # of an earlier `rebucket`, if no forward has run since
     reduced = _torch.reducer_parameters(ddp)
+    # Frozen parameters too, on which no hook can be registered: they may be trained again.
     with _torch.requiring_grad(reduced):
         handles = [
             parameter.register_hook(_refuse_backward)  # type: ignore[no-untyped-call]  # as torch has it

@@ -203,7 +203,8 @@ def sweep(
 ) -> list[Cell]:
     """A cell for each world size and each bandwidth of `network`'s nodes, in bytes/s.
 
-    Plans are made without regard to stragglers.
+    It has the efficiencies of `plan`, of DDP's default buckets, and of a plan for that very
+    cluster, which is made without regard to stragglers.
 
     Raises:
         PlanError: a world size or a bandwidth is out of range.
@@ -216,11 +217,12 @@ def sweep(
         links = dataclasses.replace(network, bytes_per_s=bytes_per_s)
         cost = links.allreduce(world_size)
         replanned = plan_buckets(plan.profile, cost, world_size)
-        saved, own, best = (
+        of_plan, of_default, of_replanned = (
             simulate(each, world_size=world_size, network=links, stragglers=stragglers).efficiency
             for each in (plan, default, replanned)
         )
-        cells.append(Cell(world_size, bytes_per_s, saved, own, best, len(replanned.buckets)))
+        num_buckets = len(replanned.buckets)
+        cells.append(Cell(world_size, bytes_per_s, of_plan, of_default, of_replanned, num_buckets))
     return cells
 
 

@@ -78,7 +78,7 @@ def find_spread(measured_by_rank: Sequence[Measured], *, broadcasts_buffers: boo
     for parts in parts_by_rank:
         behind = [max(0.0, s - median) for s, median in zip(parts, medians, strict=True)]
         if broadcasts_buffers:
-            behind[-1] = 0.0
+            behind[-1] = 0.0  # what lies between two steps is waiting too
         behind_by_rank.append(behind)
     behind_s = [sum(behind) for behind in behind_by_rank]
     slowest = behind_s.index(max(behind_s))

@@ -47,7 +47,8 @@ def watch(ddp: DistributedDataParallel) -> None:
     if not ddp.static_graph or state.is_copy(ddp):
         return
     if _num_arrivals.get(ddp) is None and find_subscriber(ddp, _Counter) is None:
-        # If this torch lacks a name, steps go on, and no buckets are changed.
+        # If this torch lacks a name, steps go on, and the tuner, which asks for arrivals, changes
+        # no buckets.
         with contextlib.suppress(TorchDriftError):
             counter = _Counter(ddp)
             if will_communicate(ddp):
@@ -70,6 +71,8 @@ class _Counter(Subscriber):
         # When DDP last took each gradient for ready, as the present forward began. Asked now, so
         # that no step finds that the name has moved.
         self._ready_ns = _torch.ready_ns(ddp)
+        # Called at the end of a backward in which `_arrive` has asked for it. `observing`, here and
+        # below: an error of ours is reported, and does not end the user's step.
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         # Autograd's nodes live only as long as somebody holds them.
@@ -98,7 +101,8 @@ class _Counter(Subscriber):
     def _end_backward(self) -> None:
         """Keep what was counted if DDP has had all gradients.
 
-        After a backward of a reentrant checkpoint, or with a part of the loss, it has not.
+        After a backward of a reentrant checkpoint, or with a part of the loss, it has not: then
+        the time at which it last took a gradient for ready is still one from before the forward.
         """
         ddp = self._ddp()
         if ddp is None or not self._is_counting:

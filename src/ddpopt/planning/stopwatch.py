@@ -64,9 +64,11 @@ class Stopwatch(StepTimer):
         super().__init__(ddp, Clock(device_of(ddp)), on_end=self._set_key)
 
     def _set_key(self) -> None:
+        """Make the key when the first backward has ended: until then modules have no numbers."""
         ddp = self._ddp()
         if self.num_backwards == 1 and ddp is not None:
             parameters = [(p.name, p.num_bytes) for p in _torch.reducer_parameters(ddp).values()]
+            # Of which module, by its parameters and its number, and which of its stopwatches.
             digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]
             _num_measured.set(ddp, _num_measured.get(ddp) + 1)
             self.key = f"ddpopt/buckets/{digest}/{number_of(ddp)}/{_num_measured.get(ddp)}"
@@ -123,7 +125,10 @@ class Stopwatch(StepTimer):
         )
 
     def _describe_incomplete(
-        self, ddp: DistributedDataParallel, steps: Sequence[Step], needed: AbstractSet[int]
+        self,
+        ddp: DistributedDataParallel,
+        steps: Sequence[Step],
+        needed: AbstractSet[ParameterIndex],
     ) -> str:
         """Say why too few could be measured of these steps, whose backwards have ended.
 
@@ -135,7 +140,7 @@ class Stopwatch(StepTimer):
             return f"{len(several)} of {len(steps)} had several forwards"
         partial = [step for step in steps if needed - step.ready.keys()]
         if partial:
-            names = [p.name for p in _torch.reducer_parameters(ddp).values()]
+            names = {p.index: p.name for p in _torch.reducer_parameters(ddp).values()}
             unused = shorten([names[index] for index in sorted(needed - partial[-1].ready.keys())])
             return f"{unused} had no gradient in {len(partial)} of {len(steps)}"
         return f"{len(steps)} ended"

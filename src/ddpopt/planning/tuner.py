@@ -98,8 +98,9 @@ def start(ddp: DistributedDataParallel, buckets: str, *, is_provisional: bool) -
 
     It is called whenever code is compiled for the module, or first shared with it; of these calls
     the first since `torch._dynamo.reset()` counts. One after a reset goes on with the same tuner,
-    unless it has other `buckets`: "auto", or the path of a plan. `is_provisional` says that the
-    forward is cut, in which needless sections cost time; those of a backward hardly cost any.
+    unless it has other `buckets`: "auto", or the path of a plan. `is_provisional` says that code
+    is compiled anew when a search ends. That is so where the forward is cut, in which needless
+    sections cost time; those of a backward hardly cost any.
 
     Raises:
         PlanError: there is no plan in the file, or it does not fit the model.
@@ -195,13 +196,14 @@ class _Tuner(Subscriber):
         try:
             _torch.check_names_for_tuning(ddp)
             obstacle = _find_lasting_obstacle(ddp, source)
-            if not obstacle:
+            if not obstacle:  # a group by which ranks cannot meet may have no timeout
+                # Others may wait in a collective meanwhile, which must not fail because of that.
                 timeout_s = _torch.group_timeout(group, device_of(ddp)).total_seconds()
                 self._longest_meeting_s = min(_LONGEST_MEETING_S, _PART_OF_TIMEOUT * timeout_s)
         except TorchDriftError as error:
             obstacle = str(error)
         if obstacle:
-            self._keep_buckets(ddp, obstacle)
+            self._keep_buckets(ddp, obstacle)  # all is over
         elif self._stage is _SEARCH and group.size() < 2:  # a plan that is given is taken even so
             self._stage = None
             self._report(ddp, f"{STAY}: one rank communicates nothing")
@@ -230,6 +232,7 @@ class _Tuner(Subscriber):
     # ---- Counting steps ----------------------------------------------------------------------
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
+        """Count a step, and meet the other ranks where the stage has had enough of them."""
         stage = self._stage
         if stage is None:
             unsubscribe(ddp, _Tuner)
@@ -241,7 +244,7 @@ class _Tuner(Subscriber):
             stopwatch = self._begin_step(ddp, stage)
         elif self._stopwatch is not None:
             stopwatch = self._stopwatch
-            stopwatch.skip_forward()
+            stopwatch.skip_forward()  # its backward is in no step
         else:
             return  # an evaluation, or a micro-batch under no_sync, before the first step
 
@@ -300,8 +303,10 @@ class _Tuner(Subscriber):
         try:
             # Ranks that were refused for now meet again, under another key.
             key = f"{stopwatch.key}/{self._num_postponed}"
-            # Several modules may meet one after another, while others wait in one collective.
+            # Several modules may meet one after another, while some rank waits in one collective
+            # for all of that: so each has its part of the time.
             limit_s = self._longest_meeting_s / max(1, _num_searches(ddp.process_group))
+            # To make it announces this rank.
             self._meeting = JointDecision(ddp.process_group, stage.title, key, limit_s)
         except PeerError as error:
             # The store is gone. The others will miss this rank at the meeting, and give up too.
@@ -314,6 +319,7 @@ class _Tuner(Subscriber):
         If the store is gone, nobody knows what the others do, and its PeerError ends training.
         """
         assert self._meeting is not None, "it was announced before the last backward"
+        # The plan whose buckets DDP has now, unless somebody else has changed them.
         planned = self.best if stage is _COMPARISON else None
         obstacle = _find_obstacle(ddp, planned, self.source)
         pending = "" if obstacle else _find_pending(ddp, stopwatch)
@@ -342,6 +348,7 @@ class _Tuner(Subscriber):
     # ---- What follows, on all ranks together ------------------------------------------------
 
     def _conclude(self, ddp: DistributedDataParallel, stage: _Stage, stopwatch: Stopwatch) -> None:
+        """All ranks have met and go on: do what the stage has led to, by collectives."""
         if stage is _GIVEN:
             self._take_given(ddp)
         elif stage is _SEARCH:
@@ -358,15 +365,16 @@ class _Tuner(Subscriber):
         assert best is not None, "the file was read when the tuner was made"
         rebucket.agree(ddp, lambda: best)
         rebucket.apply(ddp, best)
-        _prepare_new_reducer(ddp)
+        _tell_new_reducer_of_forward(ddp)
         if state.get(ddp).is_recut:  # otherwise compiled code was already cut for these buckets
-            state.get(ddp).take_new_limits()
+            state.get(ddp).recompile_by_new_limits()
         ranks = rebucket.describe_ranks(ddp, best)
         self._report(ddp, f"buckets are those of {self.source}{ranks}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:
         """Measure the network, plan on rank 0, and apply the plan if it fits all ranks."""
         cost = calibrate(ddp.process_group, device_of(ddp))
+        # Empty on other ranks, on which nothing is decided.
         by_rank = gather_on_rank_0(ddp, measured, _SEARCH.title) or []
         decision = decide_on_rank_0(
             ddp,
@@ -375,6 +383,7 @@ class _Tuner(Subscriber):
             lambda error: Decision(f"{STAY}: planning raised {error!r}"),
         )
         self.spread = decision.spread
+        # Kept even if it is not used: `explain` shows what it would save.
         self.best = best = BucketPlan.from_json(decision.plan) if decision.plan else None
         if best is None or not decision.is_better:
             self._report(ddp, decision.text)
@@ -388,11 +397,16 @@ class _Tuner(Subscriber):
         try:
             rebucket.apply(ddp, best)
         except PlanError as error:
-            _prepare_new_reducer(ddp)  # perhaps with the former buckets
+            _tell_new_reducer_of_forward(ddp)  # it may be a new one, with the former buckets
             self._keep_buckets(ddp, str(error))
             return
         self._report(ddp, decision.text)
-        self._change = _Change(measured.buckets, by_rank, caps_bytes_before, decision.gain)
+        self._change = _Change(
+            buckets_before=measured.buckets,
+            measured_before=by_rank,
+            caps_bytes_before=caps_bytes_before,
+            predicted_gain=decision.gain,
+        )
         _go_on_with_new_buckets(ddp)
         self._stage = _COMPARISON
 
@@ -408,11 +422,11 @@ class _Tuner(Subscriber):
             lambda error: Verdict(f"what came of it is not known: comparing raised {error!r}"),
         )
         self._report(ddp, verdict.text)
-        if verdict.is_worse:
+        if verdict.undoes_change:
             try:
                 rebucket.take_back(ddp, change.buckets_before, change.caps_bytes_before)
             except PlanError as error:
-                _prepare_new_reducer(ddp)  # perhaps with the former buckets
+                _tell_new_reducer_of_forward(ddp)  # it may be a new one, with the planned buckets
                 self._report(ddp, str(error))
                 return
             _go_on_with_new_buckets(ddp)
@@ -471,9 +485,13 @@ class _IdleForwards:
         return self.num >= self._limit
 
     def count(self, *progress: object) -> bool:
-        """Count a forward, with whatever changes when a step ends; return whether to warn now."""
+        """Count a forward; return whether to warn now, which is once.
+
+        `progress` is whatever changes when a step ends.
+        """
         if progress != self._progress:
-            # A step may be longer than the limit: of many forwards whose gradients accumulate.
+            # A step may have more forwards than the limit, whose gradients accumulate. Another may
+            # be as long, so the warning waits for twice as many.
             self._limit = max(self._limit, 2 * self.num)
             self._progress, self.num = progress, 0
             return False
@@ -497,6 +515,7 @@ def _num_searches(group: object) -> int:
 
 
 def _load(ddp: DistributedDataParallel, path: str) -> BucketPlan:
+    """The plan in a file; raises PlanError if it cannot be read, or is not one for this model."""
     try:
         plan = BucketPlan.load(path)
     except OSError as error:
@@ -551,13 +570,13 @@ def _go_on_with_new_buckets(ddp: DistributedDataParallel) -> None:
     Sections of a backward serve any buckets. Those of a forward do not, nor does code of another
     module that was cut for that one's own buckets (`DDPState.is_recut`).
     """
-    _prepare_new_reducer(ddp)
+    _tell_new_reducer_of_forward(ddp)
     known = state.get(ddp)
     if known.has_forward_sections or known.is_recut:
-        known.take_new_limits()
+        known.recompile_by_new_limits()
 
 
-def _prepare_new_reducer(ddp: DistributedDataParallel) -> None:
+def _tell_new_reducer_of_forward(ddp: DistributedDataParallel) -> None:
     """Tell the module's new Reducer of the forward of which DDP has told the one before."""
     if will_communicate(ddp):
         _torch.prepare_reducer(ddp)

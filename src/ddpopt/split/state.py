@@ -256,7 +256,7 @@ class DDPState:
         if rules is None or (rules.is_rebuilt, rules.is_provisional) != now:
             is_rebuilt, is_provisional = now
             rules = self._rules = ReducerRules(
-                # New limits count once somebody says so, see `take_new_limits`.
+                # New limits count once somebody says so, see `recompile_by_new_limits`.
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
                 is_rebuilt=is_rebuilt,
                 is_provisional=is_provisional,
@@ -264,7 +264,7 @@ class DDPState:
             )
         return rules
 
-    def take_new_limits(self) -> None:
+    def recompile_by_new_limits(self) -> None:
         """Have graphs compiled anew, and cut by the Reducer's limits of now.
 
         Called where the Reducer was replaced, and code for the one before would delay allreduces.
@@ -437,7 +437,7 @@ def is_copy(ddp: DistributedDataParallel) -> bool:
     return known is not None and known.is_copy
 
 
-def speaks_for_others(ddp: DistributedDataParallel) -> bool:
+def logs_for_all_ranks(ddp: DistributedDataParallel) -> bool:
     """Whether this rank tells users what is the same on all: the first of several ranks does.
 
     No rank does about a copy that a check made.

@@ -150,7 +150,7 @@ def choosing(script: Script) -> Iterator[None]:
         return Decision("as the script says", plan.to_json(), gain=0.5, is_better=True)
 
     def judge(*_: object) -> Verdict:
-        return Verdict("as the script says", is_worse=script.takes_back)
+        return Verdict("as the script says", undoes_change=script.takes_back)
 
     with (
         mock.patch.object(tuner, "calibrate", return_value=_COST),
