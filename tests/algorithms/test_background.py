@@ -75,14 +75,16 @@ def test_no_script_of_many_aborts(name: str, ending: str) -> None:
 @on_ranks(2)
 def test_what_was_left_in_flight_is_waited_for_and_then_forgotten(rank: int) -> None:
     """Rank 1 joins when rank 0 waits at its end."""
-    values = torch.ones(3)
+    values, store = torch.ones(3), dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(0.2)
+        store.wait(["rank 0 ends"])
+        time.sleep(0.2)  # only to see that rank 0 waits
         dist.all_reduce(values)
         return
     work = dist.all_reduce(values, async_op=True)
     leave_in_flight(work, values, dist.group.WORLD)
     assert not work.is_completed()
+    store.set("rank 0 ends", "")
     background._end_all()
     assert work.is_completed()
     background._forget_what_is_over()
