@@ -156,7 +156,9 @@ def _describe(training: Training, optimizer: torch.optim.Optimizer) -> _States:
             leaves, structure = _torch.flatten(optimizer.state[key])
             described = {path: _describe_leaf(leaf) for path, leaf in leaves.items()}
             other_key = None if isinstance(key, torch.Tensor) else key
-            states[name] = _State(described, _pickle_containers(structure, len(leaves)), other_key)
+            # None if they do not pickle: then each rank keeps its own containers.
+            containers = _pickle_containers(structure, len(leaves))
+            states[name] = _State(described, containers, other_key)
     return states
 
 
@@ -165,8 +167,7 @@ def _pickle_containers(structure: Any, num_leaves: int) -> bytes | None:
     try:
         return pickle.dumps(_torch.unflatten(range(num_leaves), structure))
     except Exception:
-        # Whatever code of users raises. Then each rank keeps its own containers, see `_check`.
-        return None
+        return None  # whatever code of users raises
 
 
 def _describe_leaf(leaf: Any) -> _Leaf:

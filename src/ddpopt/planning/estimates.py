@@ -173,9 +173,9 @@ def _trace(
     """Trace forward and backward into one graph of aten operations.
 
     Returns the graph, which returns the loss and a gradient for each trained parameter (None if the
-    loss does not depend on the parameter); the trained parameters by `plain_names`, which for a
-    model on the meta device are fake tensors on the device traced for; and whether the loss is the
-    sum of outputs, for want of another.
+    loss does not depend on the parameter); a fake tensor for each trained parameter, on the device
+    traced for, by the name that it has without wrappers of `torch.compile` and of checkpoints; and
+    whether the loss is the sum of outputs, for want of another.
     """
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]

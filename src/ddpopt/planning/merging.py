@@ -10,7 +10,7 @@ be reduced in k buckets or fewer. The last of these buckets starts behind some j
     F(k, i) = min over j < i of  max(F(k - 1, j), t(i)) + a + b * (S(i) - S(j))
 
 Since F(k, j) grows with j, those j with F <= t(i) are a prefix, of which the last one is best; for
-the others F(k - 1, j) - b * S(j) has to be smallest, which is the minimum over a sliding window.
+the others F(k - 1, j) - b * S(j) has to be smallest, which is the minimum over a range of j.
 So a layer k takes n log n steps, which run as tensor operations. A cut costs computation too, and
 so does a launch: what is minimised is F(k, n) + (cut + launch) * (k - 1), as if each delayed the
 end by its full cost. Layers end when no prefix gains from one more bucket, or when cuts and
@@ -129,7 +129,7 @@ class _Problem(NamedTuple):
         # The last j such that the first j are reduced when gradient i is ready.
         done = torch.searchsorted(before, self.ready, right=True).sub_(1).minimum(last)
         at_once = self.ready - self.sent[done]
-        queued = _window_minima(before - self.sent, done + 1, last)
+        queued = _minima_of_ranges(before - self.sent, done + 1, last)
         finish = torch.minimum(at_once, queued) + self.startup_s + self.sent[1:]
         return torch.cat([before[:1], torch.minimum(before[1:], finish)])
 
@@ -151,7 +151,9 @@ class _Problem(NamedTuple):
         return tuple(reversed(sizes))
 
 
-def _window_minima(values: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def _minima_of_ranges(
+    values: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
     """The minimum of `values[first[i]..last[i]]` for each i, infinity for an empty range.
 
     It computes minima over all ranges whose length is a power of 2; two of those cover any range.

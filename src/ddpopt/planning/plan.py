@@ -78,6 +78,7 @@ class BucketPlan:
         check_kind("profile", self.profile, Profile, "give what estimate returns", PlanError)
         check_kind("cost", self.cost, AllreduceCost, "give what calibrate returns", PlanError)
         remedy = "give the number of gradients of each bucket, as (2, 5)"
+        # A list is what callers write; `load` makes a tuple of a file's.
         check_kind("sizes", self.sizes, (tuple, list), remedy, PlanError)
         total = len(self.profile.gradients)
         for index, size in enumerate(self.sizes):

@@ -413,7 +413,7 @@ def for_ranks_of(ddp: DistributedDataParallel, plan: BucketPlan) -> BucketPlan:
 def describe_ranks(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """What becomes of a plan's predictions among the ranks of `ddp`, to end a sentence.
 
-    "" if the plan is for as many ranks.
+    "" if the plan's cost was measured among as many ranks as `ddp` has.
     """
     num_ranks = ddp.process_group.size()
     try:
@@ -422,7 +422,7 @@ def describe_ranks(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
         return f"; nothing is predicted for {count(num_ranks, 'rank')}: {error}"
     if there.extrapolation:
         return f"; what is predicted of them is {there.extrapolation}"
-    if there.world_size != num_ranks:
+    if there.world_size != num_ranks:  # of a process that is alone, see `for_ranks_of`
         return f"; what is predicted of them is for {count(there.world_size, 'rank')}"
     return ""
 

@@ -6,7 +6,8 @@ does until the next forward; none of these includes the wait at the end of backw
 
 LIMIT: collectives of the program's own, such as a synchronised norm's, are waits within these. And
 before each forward DDP broadcasts buffers, if there are any, for which ranks wait too (with gloo
-all of them, rank 0 included): then the time between two steps is not compared.
+all of them, rank 0 included): then the time between two steps is in the median, as on all ranks,
+but ranks are not compared by it.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ def _read_from_outside(
 ) -> set[fx.Node]:
     """What a section that makes and releases these nodes takes as its inputs.
 
-    It makes views and constants itself, and so takes what a view reads in place of the view. It
-    gets attributes from its module.
+    It makes views and constants itself, which are not in `made`, and so takes what a view reads in
+    place of the view. It gets attributes from its module.
     """
     inside = set(made)
     outside: set[fx.Node] = set()

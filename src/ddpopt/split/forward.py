@@ -357,7 +357,8 @@ class _CompilingSections(fx.Interpreter):
         """Compile the section that this call runs; return the fake values that it returns."""
         section = self.fetch_attr(target)
         index = len(self.compiled)
-        # For AOTAutograd: this section's float symbols alone, and a place for its graph's metadata.
+        # AOTAutograd is to find this section's float symbols alone (it would make constants of the
+        # others, and have Dynamo start over), and a place for its graph's metadata.
         hidden_floats = _torch.hidden_float_symbols(section.graph, self._fake_mode)
         with hidden_floats, _torch.section_tracing() as call_first:
             compiled = self._compiler.compile(
@@ -366,8 +367,9 @@ class _CompilingSections(fx.Interpreter):
                 lambda: self._inner(section, list(args)),
             )
             self.compiled[target] = report_runs(compiled, Label(self._graph, index))
-            # Compiled code returns the parts of a composite tensor, and so more than the section:
-            # its fake outputs are not the section's then, and `call_first` returns None.
+            # The first call of compiled code is made here, with fake tensors, which it would return
+            # to a training step otherwise. Where it returns the parts of a composite tensor, and so
+            # more than the section, its outputs are of no use: `call_first` then returns None.
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)

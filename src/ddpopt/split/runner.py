@@ -6,7 +6,7 @@ which DDP module is active, one at what is known of it, and a note that the grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ddpopt.reducer import Order, compare_order, find_misplaced, predict_buckets
 from ddpopt.split import state
 from ddpopt.split.cut import Cut, MakeText
 from ddpopt.split.gates import refuse_double_backward
-from ddpopt.split.phases import Answer
+from ddpopt.split.phases import Answer, Buckets
 
 CompiledCall = Callable[..., Any]
 # Begins what compiling would have begun, for a DDP module that runs code of another.
@@ -220,18 +220,20 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
                 cut.graph,
                 misplaced.actual,
                 misplaced.planned,
-                _find_cause(module_state, cut),
+                _find_cause(module_state.cuts, cut, module_state.reported_buckets),
             )
             break  # parameters of other graphs in later buckets have moved with it
     return True
 
 
-def _find_cause(module_state: state.DDPState, cut: Cut) -> str:
-    """Say why buckets are not as planned, as far as that is known, and what to do."""
-    compiled = {p.index for other in module_state.cuts for p in other.arrival}
+def _find_cause(cuts: Iterable[Cut], cut: Cut, reported: Buckets) -> str:
+    """Say why buckets are not as planned, as far as that is known, and what to do.
+
+    `cut`, of all `cuts` of the module, plans other buckets than those that DDP has reported.
+    """
+    compiled = {p.index for other in cuts for p in other.arrival}
     uncompiled = [p for bucket in cut.buckets for p in bucket.parameters if p.index not in compiled]
-    actual = module_state.reported_buckets or ()
-    order = compare_order(cut.buckets, actual, {p.index for p in uncompiled})
+    order = compare_order(cut.buckets, reported, {p.index for p in uncompiled})
     if order is Order.OTHERS_MOVED:
         names = shorten([parameter.name for parameter in uncompiled])
         return (
