@@ -95,6 +95,23 @@ def test_warmup_and_verify_take_a_model_however_it_is_compiled(
     assert any(cut.sections for cut in beside.cuts)
 
 
+@pytest.mark.parametrize(
+    "gradients_off", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_warmup_and_verify_may_be_called_where_gradients_are_off(
+    one_rank: None, gradients_off: Callable[[], Any]
+) -> None:
+    """Also with a batch that was made there."""
+    beside, inputs = Beside(MLP(), ddp_options=CAPS), batches(0, [(8, 64)] * 2)
+    with gradients_off():
+        batch = inputs[0].clone()
+        warmup(beside.run, batch)
+        assert verify(beside.run, batch).passed
+    with compiling_nothing():
+        beside.train(inputs)
+    assert beside.num_sections > 1
+
+
 # ---- It waits, and does not wait for the dead -------------------------------------------------
 
 

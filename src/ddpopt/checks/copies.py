@@ -120,13 +120,14 @@ class Rehearsal:
             OptionError: as `copy_model`; or the batch cannot be copied; or the copy used parameters
                 or buffers of the model itself, which stay unchanged.
         """
-        with self.stage("copying"):
+        with torch.inference_mode(False), self.stage("copying"):
             copied = copy_model(self.model, self.loss_fn, has_own_code=has_own_code)
             batch = _copies.copy_batch(self.batch, OptionError)
         for ddp in copied.ddp_modules:
             _torch.keep_local(ddp)  # DDP communicates neither buffers nor gradients
         state_before = _randomness(self.ddp)
         with (
+            torch.inference_mode(False),
             torch.enable_grad(),
             restoring_randomness(self.ddp),
             copied.drawing_as_compiled(),

@@ -137,7 +137,11 @@ def verify(
     """
     run = Rehearsal(ddp_model, batch, loss_fn, "verify", silence_s)
     limits = limits_by_name(tolerances or {})
-    with restoring_randomness(run.ddp) as restore_randomness, torch.enable_grad():
+    with (
+        restoring_randomness(run.ddp) as restore_randomness,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         # An eager step first, on each rank alone: an error of the model's would leave the other
         # ranks in an allreduce. It also shows whether a step draws random numbers.
         with torch.compiler.set_stance("force_eager"):
