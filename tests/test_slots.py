@@ -44,7 +44,7 @@ def test_a_value_is_dropped_with_its_module(one_rank: None) -> None:
 
 def test_a_reset_clears_what_goes_with_code_and_a_new_reducer_its_own(one_rank: None) -> None:
     """A plan's buckets stay in force at a reset: they are the Reducer's."""
-    with mock.patch.object(_slots, "_of_code", []):
+    with mock.patch.object(_slots, "_slots_of_code", []):
         slots = {lifetime: ModuleSlot(str, lifetime) for lifetime in Lifetime}
         ddp = _ddp()
 

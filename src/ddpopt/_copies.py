@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,13 +20,17 @@ from torch import nn
 
 from ddpopt import _torch
 
-_MOST_ITEMS = 1000  # in what may hold modules; longer lists and dictionaries hold data
+# Lists and dictionaries with more hold data: they are not searched for modules.
+_MOST_SEARCHED_ITEMS = 1000
 
 T = TypeVar("T")
 
 
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
-    """As `copy.deepcopy`, but tensors that autograd computed are copied as well.
+    """As `copy.deepcopy`, but takes tensors that autograd computed, which that refuses.
+
+    The copy of such a tensor requires grad and is no leaf, but has none of its history: a backward
+    ends at a leaf of the copy's own. `memo` is filled with the copies, by the originals' ids.
 
     Raises:
         Exception: what is copied may define how, and raise anything.
@@ -65,11 +69,15 @@ def copy_batch(batch: T, error: type[Exception]) -> T:
 
 
 class Copies(NamedTuple):
-    """Copies of a module and a loss, and of the modules that the loss holds beside that one."""
+    """Copies of a module and a loss, and of the modules that were copied beside that one.
+
+    `beside_model` are those that the loss, or a function in an attribute of the model, holds: the
+    topmost ones, without what is in one of them or in the model.
+    """
 
     model: nn.Module
     loss_fn: Any
-    in_loss: list[nn.Module]
+    beside_model: list[nn.Module]
 
 
 def copy_model(
@@ -83,6 +91,7 @@ def copy_model(
 
     With `shares_tensors` the copy has the module's own parameters and buffers, for a caller that
     puts other tensors in their place. Functions that were compiled are not compiled in the copy.
+    A module of the loss that cannot be copied is used itself.
 
     Raises:
         error: the module cannot be copied.
@@ -96,20 +105,21 @@ def copy_model(
     except Exception as cause:  # modules may define how they are copied
         raise error(cannot_be_copied(f"this {type(model).__name__}", cause)) from cause
     for part in model.modules():
-        if id(part) in memo:
+        if id(part) in memo:  # not if a `__deepcopy__` shares it, or copies it without the memo
             _copy_functions(part, memo[id(part)], memo)
-    own_loss = None if loss_fn is None else copy_function(loss_fn, memo)
-    # The topmost modules beside the model; a dictionary, since memo has some more than once.
-    others = dict.fromkeys(c for c in memo.values() if isinstance(c, nn.Module))
-    below = {part for other in others for part in other.modules() if part is not other}
+    copied_loss = None if loss_fn is None else copy_function(loss_fn, memo)
+    # A dictionary, since memo has some more than once: a copy is its own copy, too.
+    modules = dict.fromkeys(c for c in memo.values() if isinstance(c, nn.Module))
+    below = {part for module in modules for part in module.modules() if part is not module}
     below |= set(copied.modules())
-    return Copies(copied, own_loss, [other for other in others if other not in below])
+    return Copies(copied, copied_loss, [module for module in modules if module not in below])
 
 
 def _copy_functions(original: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
     """Replace functions in a copied module's attributes by copies if they hold modules.
 
-    `copy.deepcopy` shares functions, such as a forward that was set on the instance.
+    `copy.deepcopy` shares functions, such as a forward that was set on the instance. One that
+    `torch.compile` returned is replaced by the uncompiled function.
     """
     compiled = _torch.compiled_functions(original)
     for name, value in vars(original).items():
@@ -167,6 +177,7 @@ class _Copier:
         self._memo = memo
 
     def copy(self, value: Any) -> Any:
+        """The copy of a value, the same one each time; the value itself if it holds no module."""
         memo = self._memo
         if id(value) not in memo:
             memo.setdefault(id(memo), []).append(value)  # while it lives, its id is nobody else's
@@ -178,17 +189,18 @@ class _Copier:
         return memo[id(value)]
 
     def _copy_module(self, module: nn.Module) -> nn.Module:
-        memo = dict(self._memo)
+        memo = dict(self._memo)  # a copy that fails leaves no parts of itself in ours
         try:
             copied = deep_copy(module, memo)
         except Exception:
             # Modules may define how they are copied. This one is used itself, and `sparing_others`
-            # keeps its parameters as they are.
+            # keeps gradients from its parameters.
             return module
         self._memo.update(memo)
         return copied
 
     def _copy_parts(self, value: Any) -> Any:
+        """A value that is no module, with copies of the modules in it; itself if it holds none."""
         kind = type(value)
         if kind is types.FunctionType:
             return value if _is_of_torch(value) else self._copy_function(value)
@@ -205,7 +217,7 @@ class _Copier:
 
     def _copy_items(self, values: Any) -> Any:
         """A list, tuple or dictionary with copied values; itself if no value had to be copied."""
-        if len(values) > _MOST_ITEMS:
+        if len(values) > _MOST_SEARCHED_ITEMS:
             return values
         items = values.values() if isinstance(values, dict) else values
         copied = [self.copy(item) for item in items]
@@ -231,6 +243,10 @@ class _Copier:
         return copied
 
     def _copy_function(self, function: types.FunctionType) -> types.FunctionType:
+        """A function with copies in its closure, defaults and globals; itself if it needs none.
+
+        The copy has globals of its own: what either function assigns to one, only that one sees.
+        """
         cells = function.__closure__ or ()
         parts = [
             [_content(cell) for cell in cells],
@@ -238,15 +254,15 @@ class _Copier:
             function.__kwdefaults__,
             _globals_of(function),
         ]
-        values, defaults, keyword_defaults, found_globals = copied = self._copy_items(parts)
+        contents, defaults, keyword_defaults, used_globals = copied = self._copy_items(parts)
         if copied is parts:
             return function
         made = types.FunctionType(
             function.__code__,
-            {**function.__globals__, **found_globals},
+            {**function.__globals__, **used_globals},
             function.__name__,
             defaults,
-            tuple(map(_with_content, cells, values)),
+            tuple(map(_with_content, cells, contents)),
         )
         made.__kwdefaults__ = keyword_defaults
         vars(made).update(vars(function))
@@ -289,8 +305,9 @@ def shielded(
 ) -> Iterator[None]:
     """Keep this block from a module's gradients and from its Reducer, and restore its buffers.
 
-    A copy uses the original if a function that both call holds one of its parameters or modules, or
-    if a `__deepcopy__` shares them.
+    `initial_buffers` are what `copy_buffers` returned for the module before the block. A copy uses
+    the original if a function that both call holds one of its parameters or modules, or if a
+    `__deepcopy__` shares them.
 
     Raises:
         error: a backward reaches a parameter of the module, before the gradient is accumulated;
@@ -304,7 +321,8 @@ def shielded(
         if parameter.requires_grad:
             node = _torch.accumulate_node(parameter)
             nodes.append(node)
-            hooks.append(node.register_prehook(functools.partial(_refuse, name, error, what)))
+            refuse = functools.partial(_refuse_gradient, name, error, what)
+            hooks.append(node.register_prehook(refuse))
     try:
         yield
     finally:
@@ -319,7 +337,7 @@ def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
-def _refuse(name: str, error: type[Exception], what: str, *_gradients: object) -> None:
+def _refuse_gradient(name: str, error: type[Exception], what: str, *_gradients: object) -> None:
     raise error(use_of_original(name, what))
 
 
@@ -333,27 +351,30 @@ def use_of_original(name: str, what: str) -> str:
 
 
 @contextlib.contextmanager
-def sparing_others(loss: torch.Tensor, own: Collection[torch.Tensor]) -> Iterator[None]:
+def sparing_others(loss: torch.Tensor, own: Set[torch.Tensor]) -> Iterator[None]:
     """Keep a backward of `loss` from all leaves that are not among `own`, and from their hooks.
 
     Other leaves are parameters of a loss, or of a module beside DDP that the forward calls. Leaves
     that only a reentrant checkpoint reaches are not seen: its graph is made in backward.
     """
     hooks = []
-    muted: list[tuple[dict[int, Any], dict[int, Any]]] = []  # dictionaries, and what was in them
+    # Dictionaries of hooks on leaves, each with its content before this block.
+    emptied: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for node in _torch.accumulate_nodes(loss):
         if node.variable not in own:
             hooks.append(node.register_prehook(_drop_gradient))
-            for own_hooks in _torch.gradient_hooks(node.variable):
-                muted.append((own_hooks, dict(own_hooks)))
-                own_hooks.clear()
+            # The node's pre-hook runs after a tensor's hooks, and AccumulateGrad's post-hooks run
+            # without a gradient too.
+            for leaf_hooks in _torch.gradient_hooks(node.variable):
+                emptied.append((leaf_hooks, dict(leaf_hooks)))
+                leaf_hooks.clear()
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for own_hooks, before in muted:
-            own_hooks.update(before)
+        for leaf_hooks, before in emptied:
+            leaf_hooks.update(before)
 
 
 def _drop_gradient(_gradients: object) -> tuple[None]:

@@ -27,7 +27,7 @@ class Lifetime(enum.Enum):
 
 
 # The slots of Lifetime.CODE. Slots live as long as the process, what is in them as their kind says.
-_of_code: list[ModuleSlot[Any]] = []
+_slots_of_code: list[ModuleSlot[Any]] = []
 
 
 class ModuleSlot(Generic[T]):
@@ -43,7 +43,7 @@ class ModuleSlot(Generic[T]):
         # By the module, or by its Reducer.
         self._values: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
         if lifetime is Lifetime.CODE:
-            _of_code.append(self)
+            _slots_of_code.append(self)
 
     def get(self, ddp: DistributedDataParallel) -> T:
         """The module's value; a default, which is not kept, if it has none."""
@@ -71,5 +71,5 @@ class ModuleSlot(Generic[T]):
 
 def forget_compiled() -> None:
     """Drop what goes with compiled code, as `torch._dynamo.reset()` drops that."""
-    for slot in _of_code:
+    for slot in _slots_of_code:
         slot.clear()

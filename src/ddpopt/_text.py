@@ -79,7 +79,7 @@ def count(number: int, noun: str) -> str:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return as many names as fit into a column, and how many more there are."""
+    """A text with as many names as fit into a column, and how many more there are."""
     width = itertools.accumulate(len(name) + 2 for name in names)
     num_shown = max(1, sum(end <= _COLUMN_WIDTH for end in width))
     shown = ", ".join(names[:num_shown])
@@ -88,7 +88,8 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the last one left, the others right."""
+    """Lines of text, the header's first, with columns aligned: the last one left, others right."""
+    # Of all columns but the last; `zip` leaves that out.
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
     return [
         "  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[-1]])
@@ -130,7 +131,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Make a folder for its user alone, with a random suffix if the name is taken."""
+    """Make a folder for its user alone, its name with a random suffix if it is taken; return it."""
     try:
         (parent / name).mkdir(mode=0o700)
     except FileExistsError:

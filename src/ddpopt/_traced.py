@@ -28,13 +28,15 @@ def around_ddp_forward(
 ) -> Callable[..., Any]:
     """A method for DDP in which it calls its module, between calls of `before` and `after`.
 
-    These get the DDP module, the arguments, the keyword arguments and Dynamo's callback.
+    These get the DDP module, the arguments, the keyword arguments and Dynamo's callback, which
+    compiles frames in this thread. After a forward that raises, `after` is not called.
     """
 
     def run_ddp_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces through DDP's python_reducer
             return original(self, *inputs, **kwargs)
-        callback = current_callback()  # asked here: what is hidden runs without one
+        # Asked here: while a function that is hidden from Dynamo runs, as `before`, there is none.
+        callback = current_callback()
         before(self, inputs, kwargs, callback)
         output = original(self, *inputs, **kwargs)
         after(self, inputs, kwargs, callback)

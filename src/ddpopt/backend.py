@@ -50,15 +50,17 @@ def backend(
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
     """
     resolved = resolve_options(mode, options)
-    _torch.tell_of_reset(backend)  # at each compile: a reset forgets whom to call at the next
-    # Without an error below, this is the reason if there is no DDP module.
-    ddp, is_guarded, refusal = None, False, NotCutError(Reason.NO_DDP)
+    # At each compile: a reset of Dynamo's calls `backend.reset`, and forgets to do so at the next.
+    _torch.tell_of_reset(backend)
+    # Code without the guard may run for a module with other buckets, and so is not cut.
+    ddp, is_guarded = None, False
+    refusal = NotCutError(Reason.NO_DDP)  # the reason if there is no module, nor an error below
     try:
         ddp = recomputation.ddp_to_compile_for()
         _refuse_unsupported_modes(ddp)
         _check_is_on(resolved)
         if ddp is not None:
-            _see_to_buckets(resolved, ddp)
+            _start_on_module(resolved, ddp)
         _guard_on_rules(gm, example_inputs, ddp)
         is_guarded = True
     except Exception as error:
@@ -69,8 +71,8 @@ def backend(
         refusal = NotCutError.because_of(error)
     try:
         if ddp is not None and is_guarded:
-            # For other modules, with which Dynamo will share the code that is compiled now.
-            start = functools.partial(_see_to_buckets, resolved)
+            # Called with each other module with which Dynamo shares the code that is compiled now.
+            start = functools.partial(_start_on_module, resolved)
             return compiler.compile_under_ddp(gm, example_inputs, ddp, resolved, start)
         if refusal.reason is Reason.NO_DDP and _trains_without_ddp(example_inputs):
             _warn_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
@@ -83,21 +85,22 @@ def backend(
         raise
 
 
-def _see_to_buckets(options: Options, ddp: DistributedDataParallel) -> None:
+def _start_on_module(options: Options, ddp: DistributedDataParallel) -> None:
     """Begin what watches or changes the buckets of a module that is about to run compiled code.
 
-    That is a search for buckets or a hint, and a look at how early gradients leave. The module is
-    the one for which code is compiled, or one with which Dynamo shares the code.
+    The module is the one for which code is compiled, at each compile, or one with which Dynamo
+    shares the code, at its first run there. What was begun before goes on.
 
     Raises:
         PlanError: the options name a plan that cannot be read, or does not fit the module.
         TorchDriftError: this release of torch lacks a private name that is needed.
     """
-    rebucket.watch(ddp)
-    early.watch(ddp)
+    rebucket.watch(ddp)  # notes what decides whether, and how, the module can get a new Reducer
+    early.watch(ddp)  # warns if most gradients leave late
     if options.buckets == "ddp":
-        hint.watch(ddp)
+        hint.watch(ddp)  # logs how long iterations wait for communication
     else:
+        # A search cuts finely, which costs a forward time: its cuts are made again at the end.
         tuner.start(ddp, options.buckets, is_provisional=options.cuts_forward_alone)
 
 
@@ -170,7 +173,8 @@ def _guard_on_rules(
         rules=state.rules_of(ddp),
         saves_tensors=any(isinstance(v, torch.Tensor) and v.requires_grad for v in values),
     )
-    # The module's state drops the code when its rules change; code without a module stays.
+    # Dynamo's code of this graph is added to the list when it is compiled. The module's state has
+    # Dynamo drop it when the rules change; code without a module stays.
     code = [] if ddp is None else state.get(ddp).code
     recomputation.note_compiled(version)
     _torch.guard_on(lambda: recomputation.may_run(version), "DDP's bucket rules", code)
@@ -180,7 +184,11 @@ def _guard_on_rules(
 
 
 def install() -> None:
-    """Take over graphs under DDP from the in-tree optimizer, for this backend only. Idempotent."""
+    """Take over graphs under DDP from the in-tree optimizer, for this backend only. Idempotent.
+
+    Runs when this module is imported. From then on the forwards of DDP modules are reported, of
+    modules that others compile too.
+    """
     try:
         _torch.take_over(lambda candidate: candidate is backend)
     except TorchDriftError as error:
@@ -192,8 +200,8 @@ def install() -> None:
     watch_forwards()
     subscribe_to_all(_Noting())
     subscribe_to_all(_Verifying())
-    uncompiled.watch(backend)
-    ask_at_first(number_at_first)
+    uncompiled.watch(backend)  # warns if Dynamo compiles nothing of a model for this backend
+    ask_at_first(number_at_first)  # numbers modules, in their first backward that reduces
 
 
 class _Noting(Subscriber):

@@ -104,22 +104,22 @@ class DataParallel(nn.Module):
         self.dim = dim
         self.compile_options = compile_options
         _refuse_cuda_graphs(self.devices, compile_options)
-        self._begin()
+        self._prepare_to_compile()
 
-    def _begin(self) -> None:
+    def _prepare_to_compile(self) -> None:
         _torch.hide_from_dynamo()
         self._compiled = torch.compile(_call_of_its_own(self.module), **self.compile_options)
-        self._last_calls: Hashable = None
+        self._previous_kind_of_call: Hashable = None
         self._hooks = _Hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        del state["_compiled"], state["_last_calls"], state["_hooks"]
+        del state["_compiled"], state["_previous_kind_of_call"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._begin()
+        self._prepare_to_compile()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on the batch, divided along `dim`, and join what the replicas return.
@@ -141,19 +141,23 @@ class DataParallel(nn.Module):
         """Run the replicas, one after another if the call is new; see [Note: new calls]."""
         devices = self.devices[: len(shares)]  # a small batch has fewer shares than devices
         modes = _Modes.current(devices)
-        calls = (_state_of(self.module), modes, devices, tuple(map(_signature_of, shares)))
+        signatures = tuple(map(_signature_of, shares))
+        kind_of_call = (_state_of(self.module), modes, devices, signatures)
         replicas = _replicate(self.module, devices, self._hooks)
         jobs = []
         for index, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
             jobs.append(self._job(index, modes, replica, share))
-        if calls == self._last_calls:
+        if kind_of_call == self._previous_kind_of_call:
+            # All threads share FX's flag that it traces: a replica of which something traces its
+            # forward would make the calls of the others raise.
             with _torch.uncompiled_while_tracing():
                 return _run_all(jobs, one_by_one=False)
-        self._last_calls = None
-        # Backward is compiled here too, and hooks are guarded on.
+        self._previous_kind_of_call = None  # after an error the next call is new
+        # With settings under which each device has its own number of compiles, backward is compiled
+        # at once, not by autograd's concurrent threads, and hooks are guarded on.
         with _torch.compiling_replicas(len(set(self.devices))):
             outputs = _run_all(jobs, one_by_one=True)
-        self._last_calls = calls
+        self._previous_kind_of_call = kind_of_call
         return outputs
 
     def _job(
@@ -177,7 +181,7 @@ class DataParallel(nn.Module):
 
 
 def _run_all(jobs: Sequence[Callable[[], Any]], *, one_by_one: bool) -> list[Any]:
-    """Run the first job in this thread, the others in threads that end with this call.
+    """The jobs' results. The first runs in this thread, the others in threads that end with this.
 
     Jobs that run one by one get threads too: graphs are guarded on modes that belong to a thread.
     """
@@ -195,9 +199,10 @@ def _run_all(jobs: Sequence[Callable[[], Any]], *, one_by_one: bool) -> list[Any
 
 
 def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
-    """A function whose code belongs to this DataParallel alone.
+    """A function as `_traced.call`, whose code object belongs to this DataParallel alone.
 
-    Dynamo counts compiles per code object, and learns by its name which sizes change.
+    Dynamo counts compiles per code object, and learns by its name which sizes change. The code is
+    still that of the file `_traced.py`, into which Dynamo may look.
     """
     name = f"call_{type(module).__name__}_{next(_function_numbers)}"
     return types.FunctionType(_traced.call.__code__.replace(co_name=name), globals(), name)
@@ -225,6 +230,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_placement(module: nn.Module, device: torch.device) -> None:
+    """Raise ValueError unless all parameters and buffers are on the device."""
     parameters = [("parameter", *found) for found in module.named_parameters()]
     buffers = [("buffer", *found) for found in module.named_buffers()]
     for kind, name, tensor in (*parameters, *buffers):
@@ -247,6 +253,7 @@ def _find_device(device: torch.device | str | int) -> torch.device:
 
 
 def _refuse_cuda_graphs(devices: Sequence[torch.device], options: dict[str, Any]) -> None:
+    """Raise ValueError if `torch.compile` with these keyword arguments would use CUDA graphs."""
     is_inductor = options.get("backend", "inductor") == "inductor"
     if len(devices) == 1 or not is_inductor or all(device.type == "cpu" for device in devices):
         return
@@ -312,11 +319,12 @@ def _count_rows(named: Sequence[tuple[str, torch.Tensor]], dim: int) -> int:
 
 
 def _divide(value: Any, devices: Sequence[torch.device], chunk_size: int, dim: int) -> list[Any]:
+    """The share of each device in a value: `value` with its tensors' chunks in place of them."""
     if isinstance(value, torch.Tensor):
         chunks = torch.split(value, chunk_size, dim) if value.dim() else [value] * len(devices)
         return [_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True)]
     children = _children(value)
-    if not children:
+    if not children:  # an object that is no container, or an empty one
         return [value] * len(devices)
     # By child, then by device; each device's container has its share of every child.
     divided = [_divide(child, devices, chunk_size, dim) for child in children.values()]
@@ -360,6 +368,7 @@ def _join(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "o
 
 
 def _concatenate(tensors: list[torch.Tensor], dim: int, name: str) -> torch.Tensor:
+    """Tensors along `dim`, or 0-dimensional ones as a vector; the error has `name` for them."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
     try:
@@ -439,17 +448,18 @@ class _Hooks:
     """
 
     def __init__(self) -> None:
-        # Hooks by their id. Each is kept alive beside its caller, so that no other hook gets its
-        # id. The caller stays the same, because graphs are guarded on it.
+        # Each hook with its caller, by the hook's id.
         self._known: dict[int, tuple[Hook, Hook]] = {}
 
     def callers(self, module: nn.Module) -> dict[int, Hook]:
         """Return what replicas call in place of each hook, by the hook's id."""
+        # A known hook keeps its caller, on which graphs are guarded; hooks that are gone are
+        # forgotten. The hook is held so that no other one gets its id.
         self._known = {
             id(hook): self._known.get(id(hook)) or (hook, _uncompiled(hook))
             for hook in _torch.forward_hooks(module)
         }
-        return {key: call for key, (_, call) in self._known.items()}
+        return {hook_id: caller for hook_id, (_, caller) in self._known.items()}
 
 
 def _replicate(
@@ -461,7 +471,7 @@ def _replicate(
     in place persists; the others have copies. All else is shared by reference.
     """
     has_grad = torch.is_grad_enabled()
-    calls = hooks.callers(module)
+    hook_callers = hooks.callers(module)
     tensors = [*module.parameters(), *module.buffers()]
     # Inference tensors, views and parameters each get their own graphs: all replicas have the same
     # kind, so that they share one graph.
@@ -470,17 +480,19 @@ def _replicate(
             {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()},
             *({tensor: tensor.to(d, copy=True) for tensor in tensors} for d in devices[1:]),
         ]
-        return [_torch.replica(module, copied, calls) for copied in copies]
+        # A buffer that has no copy is shared.
+        return [_torch.replica(module, copied, hook_callers) for copied in copies]
 
 
 def _uncompiled(hook: Hook) -> Hook:
+    """A hook that Dynamo does not compile; a hook of torch's own as it is."""
     if str(getattr(hook, "__module__", "")).startswith("torch."):
         return hook
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
 
-    return call  # which is hidden from Dynamo
+    return call  # Dynamo is kept from all functions of this package, but for those of `_traced.py`
 
 
 # ---- A thread's modes ---------------------------------------------------------------------------
@@ -497,6 +509,7 @@ class _Modes(NamedTuple):
     @classmethod
     def current(cls, devices: Sequence[torch.device]) -> _Modes:
         """Return those of this thread that matter on these devices and on the CPU."""
+        # The meta device has no autocast.
         device_types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})
         return cls(
             has_grad=torch.is_grad_enabled(),

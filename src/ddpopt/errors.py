@@ -96,31 +96,32 @@ class TorchDriftError(DDPOptError, ImportError):
 
 
 # Marks that follow a reason's sentence where they apply, see `Reason`.
-_LOST, _BACKWARD = "overlap is lost", "of backward"
-_HERE = "on this rank, and perhaps on no other"
+_LOSES_OVERLAP, _OF_BACKWARD = "overlap is lost", "of backward"
+_OF_THIS_RANK = "on this rank, and perhaps on no other"
 
 
 class Reason(enum.Enum):
     """Why a graph is compiled whole.
 
     The value is the sentence that users read.
+
+    `is_expected`: the reason lies in the settings or the graph. Any other is logged as a warning:
+    overlap is lost that should not be. `is_of_backward`: it is why forward is cut, although `split`
+    is "backward" or "auto". `is_alike`: it holds on all ranks that run the same program, or on
+    none.
     """
 
     _value_: str
-    # The reason lies in the settings or the graph. Any other is logged as a warning: overlap is
-    # lost that should not be.
     is_expected: bool
-    # The reason is why forward is cut, although `split` is "backward" or "auto".
     is_of_backward: bool
-    # The reason holds on all ranks that run the same program, or on none.
     is_alike: bool
 
     def __new__(cls, sentence: str, *marks: str) -> Reason:
         self = object.__new__(cls)
         self._value_ = sentence
-        self.is_expected = _LOST not in marks
-        self.is_of_backward = _BACKWARD in marks
-        self.is_alike = _HERE not in marks
+        self.is_expected = _LOSES_OVERLAP not in marks
+        self.is_of_backward = _OF_BACKWARD in marks
+        self.is_alike = _OF_THIS_RANK not in marks
         return self
 
     NO_DDP = "no DistributedDataParallel forward is active, so there are no buckets to cut at"
@@ -147,7 +148,7 @@ class Reason(enum.Enum):
         "no place between the buckets can be cut (one region, or a value that cannot be passed "
         "between sections, spans them all); move it into a smaller part of the forward, or "
         "compile the submodules before they are wrapped",
-        _LOST,
+        _LOSES_OVERLAP,
     )
     COLLECTIVES = (
         "it has collectives of its own, or calls that may be some (operators of other libraries "
@@ -158,89 +159,89 @@ class Reason(enum.Enum):
         "it has collectives of its own, or calls that may be some, and a size that is a symbol on "
         "this rank, and may be a constant on others, forbids a boundary of its forward; compile "
         "with dynamic=True or with dynamic=False on all ranks",
-        _LOST,
-        _HERE,
+        _LOSES_OVERLAP,
+        _OF_THIS_RANK,
     )
     SECTION_FAILED = (
         "the inner compiler raised the error below on one section, and not on the whole graph; "
         "training goes on without overlap; please report it, or set options={'enabled': False} to "
         "silence this",
-        _LOST,
-        _HERE,
+        _LOSES_OVERLAP,
+        _OF_THIS_RANK,
     )
     NOT_PROVEN = (
         "the sections could not be shown to compute what the graph computes; training goes on "
         "without overlap; please report the difference below",
-        _LOST,
-        _HERE,
+        _LOSES_OVERLAP,
+        _OF_THIS_RANK,
     )
     SPLIT_FAILED = (
         "splitting the graph raised an error; training goes on without overlap; please report "
         "the error below, or set options={'enabled': False} to silence this",
-        _LOST,
-        _HERE,
+        _LOSES_OVERLAP,
+        _OF_THIS_RANK,
     )
     TORCH_DRIFT = (
         "this torch release moved a private name that splitting needs; training goes on without "
         "overlap; install a torch release that this ddpopt supports, or upgrade ddpopt",
-        _LOST,
+        _LOSES_OVERLAP,
     )
     INNER = (
         "the inner compiler hands out no backward graph of AOTAutograd's; use the inner compiler "
         "'inductor' or 'aot_eager'",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     CUDA_GRAPHS = (
         "CUDA graphs are on, whose backward has to run as one graph; use a mode without them, such "
         "as 'max-autotune-no-cudagraphs'",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     SUBCLASSES = (
         "it has a nested tensor, or an input of another tensor subclass, which AOTAutograd takes "
         "apart or does not take; use split='forward' for the latter",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     DEVICES = (
         "its gradients are on several devices, whose parts of backward run in threads of their "
         "own; compile the part on each device by itself",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     ATTRIBUTES = (
         "its parameters are attributes of the graph; set "
         "torch._dynamo.config.inline_inbuilt_nn_modules = True",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     OTHER_OUTPUTS = (
         "its backward graph returns more than gradients (such as random number state); use "
         "split='forward' for it",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     EFFECTS = (
         "its backward has operators with effects, as torch.linalg.solve's checks are, whose order "
         "tokens keep in one graph; use split='forward' for it",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     STREAMS = (
         "its backward says on which stream calls run; compile the part on each by itself",
-        _BACKWARD,
+        _OF_BACKWARD,
     )
     NOT_DESCRIBED = (
         "AOTAutograd's descriptions of the gradients do not match what its backward graph returns; "
         "please report it",
-        _BACKWARD,
-        _LOST,
+        _OF_BACKWARD,
+        _LOSES_OVERLAP,
     )
     BACKWARD_FAILED = (
         "cutting its backward graph raised an error; please report the error below",
-        _BACKWARD,
-        _LOST,
-        _HERE,
+        _OF_BACKWARD,
+        _LOSES_OVERLAP,
+        _OF_THIS_RANK,
     )
     BACKWARD_DRIFT = (
         "this torch release moved a private name that it needs; install a torch release that this "
         "ddpopt supports, or upgrade ddpopt",
-        _BACKWARD,
-        _LOST,
+        _OF_BACKWARD,
+        _LOSES_OVERLAP,
     )
 
 

@@ -53,6 +53,8 @@ class Options:
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Check `mode` and `options` as `torch.compile` passed them on, and fill in the defaults.
 
+    Where torch lacks a private name, nothing is raised: `drift` of what is returned says so.
+
     Raises:
         OptionError: a key is unknown, or a value is invalid; the message lists what is valid.
     """
@@ -61,22 +63,23 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     buckets = os.fspath(buckets) if isinstance(buckets, os.PathLike) else buckets
     config.check_flag("enabled", enabled)
     config.check_flag("buckets", buckets)
-    split = given.pop("split", SPLITS[0])
+    split = given.pop("split", SPLITS[0])  # "auto"
     check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
     name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
+    # The inner compiler for forward and backward graphs of AOTAutograd's, if it can be had alone.
     aot: _torch.AOTCompilerFn | None = None
     has_cuda_graphs = False
     compiler, drift = _run_uncompiled, ""
     try:
-        compiler = _resolve_inner(inner, mode, given)
+        compiler = _resolve_inner(inner, mode, given)  # what is left is for Inductor
         has_cuda_graphs = inner == "inductor" and _torch.has_cuda_graphs(compiler)
         if inner == "aot_eager":
             aot = _torch.aot_eager
         elif inner == "inductor" and not has_cuda_graphs:
             aot = _torch.aot_inductor(compiler)
     except TorchDriftError as error:
-        is_found = compiler is not _run_uncompiled
+        is_found = compiler is not _run_uncompiled  # it then compiles graphs whole
         drift = str(error) if is_found else f"{error}; the graph runs uncompiled"
     return Options(
         inner=compiler,
@@ -96,11 +99,14 @@ def _run_uncompiled(gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..
     return forward
 
 
-def _resolve_inner(inner: Any, mode: str | None, rest: dict[str, Any]) -> _torch.CompilerFn:
+def _resolve_inner(
+    inner: Any, mode: str | None, inductor_options: dict[str, Any]
+) -> _torch.CompilerFn:
+    """The compiler that the option `inner` names, or is; raises OptionError or TorchDriftError."""
     if inner == "inductor":
-        return _inductor(mode, rest)
-    if rest or mode:
-        keys = [*rest, *(["mode"] if mode else [])]
+        return _inductor(mode, inductor_options)
+    if inductor_options or mode:
+        keys = [*inductor_options, *(["mode"] if mode else [])]
         raise OptionError(
             f"{keys} cannot be given with the inner compiler {quote(inner)}, because only Inductor "
             f"takes options and modes; ddpopt's own options are {list(OWN_OPTIONS)}; bind an "

@@ -134,10 +134,11 @@ def find_misplaced(
 ) -> Misplaced | None:
     """The first parameter of a graph that is reduced in another bucket than planned.
 
-    `actual` are the Reducer's buckets by parameter index. Only the graph's parameters are compared:
-    how the rest of a bucket is composed changes nothing for it. Nor does the number of a bucket: it
-    may have others before it which hold nothing of the graph. None if gradients of the graph share
-    buckets as planned, and these have the planned order.
+    All parameters of the graph are in `planned`. `actual` are the Reducer's buckets by parameter
+    index. Only the graph's parameters are compared: how the rest of a bucket is composed changes
+    nothing for it. Nor does the number of a bucket: it may have others before it which hold nothing
+    of the graph. None if gradients of the graph share buckets as planned, and these have the
+    planned order. A parameter that is in no actual bucket is left out.
     """
     own_indices = {parameter.index for parameter in parameters_of_graph}
     actual_bucket_of: dict[ParameterIndex, BucketIndex] = {}
@@ -188,10 +189,11 @@ def compare_order(
     actual: Sequence[Sequence[ParameterIndex]],
     others: Collection[ParameterIndex],
 ) -> Order:
-    """Compare the order of gradients; `others` are the parameters, by index, that may have moved.
+    """Compare the order of gradients with the planned one, and if it differs also without `others`.
 
-    Buckets hold parameters of one group, and those of several groups close in an order of their
-    own: the order within each group counts. Only parameters of planned buckets are compared.
+    `others` are the indices of parameters that no compiled graph uses. Buckets hold parameters of
+    one group, and those of several groups close in an order of their own: the order within each
+    group counts. Only parameters of planned buckets are compared.
     """
     group_of = {p.index: p.group for bucket in planned for p in bucket.parameters}
     planned_order = [parameter.index for bucket in planned for parameter in bucket.parameters]

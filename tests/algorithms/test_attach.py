@@ -32,7 +32,7 @@ from ddpopt.algorithms import (
 )
 from ddpopt.algorithms.handle import BackgroundHandle
 from ddpopt.errors import AttachError, OptionError
-from ddpopt.inspection.metrics import source_of
+from ddpopt.inspection.metrics import algorithm_metrics_of
 from tests.support.algorithms import FLAT, Trial, X, inputs_of
 from tests.support.models import MLP, twins
 from tests.support.on_ranks import on_ranks
@@ -83,7 +83,7 @@ FAILURES: list[tuple[str, Any]] = [
     (f"{_HANDLE}.FlatWeights", FLAT),
     (f"{_HANDLE}.Worker", ByteGrad(local_world_size=2)),
     ("ddpopt.algorithms.comm.start_thread", FLAT),
-    (f"{_HANDLE}.metrics.set_source", FLAT),
+    (f"{_HANDLE}.metrics.set_algorithm_metrics", FLAT),
     (f"{_UPDATES}.register_optimizer_step_pre_hook", FLAT),
     (f"{_UPDATES}.register_optimizer_step_post_hook", FLAT),
     ("ddpopt.algorithms.async_.FairLock", AsyncModelAverage(sync_interval_ms=1)),
@@ -120,7 +120,7 @@ def _traces(ddp: Any, optimizer: Any) -> dict[str, object]:
         "threads": threads,
         "groups": len(dist.distributed_c10d._world.pg_map),
         "hooks": [len(hooks) for hooks in tables_of_hooks],
-        "source": source_of(ddp),
+        "source": algorithm_metrics_of(ddp),
         "comm hook": (_torch.has_comm_hook(ddp), _torch.hook_states(ddp)),
     }
 

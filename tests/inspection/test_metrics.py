@@ -71,7 +71,7 @@ def test_ddps_numbers_of_communication_are_left_out_beside_an_algorithm(rank: in
     """DDP logs bytes that it would have sent, and the time that the algorithm's hook took."""
     source: Any = lambda: {"ddpopt.algorithm.steps": 4.0}  # noqa: E731  # an algorithm's handle
     ddp = DistributedDataParallel(MLP())
-    metrics.set_source(ddp, lambda: source)
+    metrics.set_algorithm_metrics(ddp, lambda: source)
     train(ddp, batches(rank, [(4, WIDTH)] * 4))
     during = ddpopt.metrics(ddp)
     assert during["ddpopt.algorithm.steps"] == 4

@@ -151,7 +151,7 @@ class Handle:
             self._removable_hooks.append(optimizer.register_step_pre_hook(before))
             self._removable_hooks.append(optimizer.register_step_post_hook(after))
         watch_all_optimizers(self._updates)
-        metrics.set_source(ddp, weakref.WeakMethod(self.metrics))
+        metrics.set_algorithm_metrics(ddp, weakref.WeakMethod(self.metrics))
         # One is there if an algorithm was attached to this module before.
         self._reduction = _torch.bucket_reduction(ddp) or _torch.BucketReduction(ddp)
         # Called for what reduces a bucket; where it gives None, DDP's own allreduce does.
@@ -223,7 +223,7 @@ class Handle:
         for hook in self._removable_hooks:
             hook.remove()
         watch_no_longer(self._updates)
-        metrics.set_source(self.training.ddp, lambda: None)
+        metrics.set_algorithm_metrics(self.training.ddp, lambda: None)
         if self._reduction is not None:
             self._reduction.find_algorithm = lambda: None
 

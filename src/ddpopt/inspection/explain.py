@@ -15,7 +15,7 @@ from ddpopt._values import check_kind
 from ddpopt.checks.uncompiled import warning_of
 from ddpopt.errors import PlanError, TorchDriftError
 from ddpopt.inspection.explanation import BucketReport, Explanation
-from ddpopt.inspection.metrics import source_of
+from ddpopt.inspection.metrics import algorithm_metrics_of
 from ddpopt.inspection.recorder import recording_of
 from ddpopt.inspection.recording import RecordedStep
 from ddpopt.planning import hint, rebucket, tuner
@@ -71,6 +71,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         remedy = _PLAN if search else f"{_PLAN}, or find buckets by buckets='auto'"
         hints.append(f"predicted: nothing; {remedy}")
     advice = hint.hint_of(ddp)
+    # The advice is to search for better buckets, on the times that DDP measured.
     if search is None and advice and (measured is None or _waits_long(measured)):
         hints.append(advice)
     if recording is not None:
@@ -129,7 +130,7 @@ def _waits_long(measured: RecordedStep) -> bool:
 def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
     """What is known without a recording: times that DDP takes, as `metrics` has them."""
     wait = hint.wait_of(ddp)
-    if wait is not None and source_of(ddp) is None:
+    if wait is not None and algorithm_metrics_of(ddp) is None:
         return (
             f"measured by DDP, {wait.steps}: backward {format_ms(wait.backward_s)} ms, of it "
             f"{format_ms(wait.exposed_s)} waiting for communication; for each bucket's times, "
@@ -141,9 +142,10 @@ def _describe_ddps_measurement(ddp: DistributedDataParallel) -> str:
         step = None
     if step is None or not step.number:
         return f"measured: nothing yet; {_RECORD}"
+    # DDP's log has backward's computation alone, the hint's medians have all of backward.
     text = f"in step {step.number}, backward {format_ms(step.backward_s + step.exposed_s)} ms"
     # Of an algorithm's communication DDP knows nothing, and one rank waits for nobody.
-    if source_of(ddp) is None and ddp.process_group.size() > 1:
+    if algorithm_metrics_of(ddp) is None and ddp.process_group.size() > 1:
         text += f", of it {format_ms(step.exposed_s)} waiting for communication"
     return f"measured by DDP: {text}; for each bucket's times, {_RECORD}"
 
@@ -215,6 +217,7 @@ def _relate(
     related: list[BucketReport] = []
     for position, bucket in enumerate(buckets):
         sharing: list[int] = []
+        # Else it is the graph's name, or "-".
         if "section" in bucket.completed_by:
             same = [other for other in buckets if other.completed_by == bucket.completed_by]
             sharing = [other.index for other in same if other is not bucket]

@@ -36,10 +36,10 @@ from ddpopt.split.dump import graph_of_cuts
 if TYPE_CHECKING:
     import networkx
 
-# Times of a bucket, as its attributes are called.
-_KINDS = ("predicted", "measured")
-# The times of each kind, by the attribute that has them, and what a table calls them.
-_TIMES = {"ready_s": "ready", "launched_s": "launch", "finished_s": "finish"}
+# The attributes of a `BucketReport` that have its times.
+_KINDS_OF_TIMES = ("predicted", "measured")
+# The attributes of a `BucketTimes`, and what a table calls them.
+_TITLE_OF_TIME = {"ready_s": "ready", "launched_s": "launch", "finished_s": "finish"}
 _MEASURED_TIMES = ("backward_s", "forward_s", "exposed_s", "communication_s")
 _PREDICTED_TIMES = (*_MEASURED_TIMES, "between_s", "alone_s", "iteration_s", "bound_s")
 
@@ -136,7 +136,7 @@ class Explanation:
             attributes: dict[str, Any] = {"bytes": bucket.num_bytes}
             times = bucket.measured or bucket.predicted
             if times is not None:
-                for name in _TIMES:
+                for name in _TITLE_OF_TIME:
                     time_s = getattr(times, name)
                     if time_s is not None:
                         attributes[name] = time_s
@@ -250,14 +250,15 @@ def _time_table(buckets: Sequence[BucketReport]) -> list[str]:
     """A row of milliseconds for each bucket; no lines if no bucket's times are known."""
     header = ["bucket"]
     rows = [[f"{bucket.index}"] for bucket in buckets]
-    for kind in _KINDS:
-        times = [getattr(bucket, kind) for bucket in buckets]
+    for kind in _KINDS_OF_TIMES:
+        times: list[BucketTimes | None] = [getattr(bucket, kind) for bucket in buckets]
         if not any(times):
             continue
-        first, *others = _TIMES.values()
+        first, *others = _TITLE_OF_TIME.values()
         header += [f"{kind}: {first}", *others]
         for row, times_of_bucket in zip(rows, times, strict=True):
-            row += [format_ms(getattr(times_of_bucket, name, None)) for name in _TIMES]
+            # None, of a bucket without times too, is shown as "-".
+            row += [format_ms(getattr(times_of_bucket, name, None)) for name in _TITLE_OF_TIME]
     if len(header) == 1:
         return []
     # `table` aligns the last column left, so an empty one stands there.
@@ -295,11 +296,11 @@ def _reason_data(reason: enum.Enum | None, detail: str) -> dict[str, str] | None
 
 def _bucket_data(bucket: BucketReport) -> dict[str, Any]:
     """A bucket as JSON data, with the times of each kind as an object, or null."""
-    names = [each.name for each in dataclasses.fields(bucket)]
+    names = [field.name for field in dataclasses.fields(bucket)]
     data = _fields(bucket, *names, "is_as_planned")
-    for kind in _KINDS:
+    for kind in _KINDS_OF_TIMES:
         times = data[kind]
-        data[kind] = None if times is None else _fields(times, *_TIMES)
+        data[kind] = None if times is None else _fields(times, *_TITLE_OF_TIME)
     return data
 
 

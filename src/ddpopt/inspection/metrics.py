@@ -15,7 +15,7 @@ from ddpopt.split import state
 from ddpopt.steps.clock import IterationClock
 from ddpopt.steps.forwards import subscribe, watch_forwards
 
-Source = Callable[[], dict[str, float]]
+ReadMetrics = Callable[[], dict[str, float]]
 
 
 def metrics(model: torch.nn.Module) -> dict[str, float]:
@@ -44,16 +44,16 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         TypeError: there is no DistributedDataParallel at the top of `model`.
     """
     ddp = state.ddp_of(model)
-    known = state.get(ddp)
+    ddp_state = state.get(ddp)
     clock = _clocks.get(ddp)
     if clock is None:
         clock = IterationClock()
         _clocks.set(ddp, clock)
         watch_forwards()
         subscribe(ddp, clock)
-    cuts = known.cuts
+    cuts = ddp_state.cuts
     first_compiles = {(cut.frame, cut.fallback is Reason.NO_GRAD) for cut in cuts}
-    found: dict[str, float] = {
+    numbers: dict[str, float] = {
         "ddpopt.graphs": len(cuts),
         "ddpopt.graphs_compiled_whole": sum(cut.fallback is not None for cut in cuts),
         "ddpopt.sections": sum(len(cut.sections) for cut in cuts),
@@ -61,53 +61,59 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
         "ddpopt.has_bucket_plan": float(rebucket.plan_of(ddp) is not None),
     }
     if clock.last_s is not None:
-        found["ddpopt.step.ms"] = clock.last_s * 1e3
-    if buckets := known.buckets:
-        found["ddpopt.buckets"] = len(buckets)
+        numbers["ddpopt.step.ms"] = clock.last_s * 1e3
+    if buckets := ddp_state.buckets:
+        numbers["ddpopt.buckets"] = len(buckets)
     search = tuner.find_tuner(ddp)
     if search is not None and search.spread is not None:
         spread = search.spread
-        found["ddpopt.ranks.computation_ms"] = spread.median_s * 1e3
-        found["ddpopt.ranks.slowest"] = spread.slowest_rank
-        found["ddpopt.ranks.slowest_behind_ms"] = spread.behind_s * 1e3
+        numbers["ddpopt.ranks.computation_ms"] = spread.median_s * 1e3
+        numbers["ddpopt.ranks.slowest"] = spread.slowest_rank
+        numbers["ddpopt.ranks.slowest_behind_ms"] = spread.behind_s * 1e3
     step = _torch.last_logged_step(ddp)
-    source = source_of(ddp)
+    read_algorithm_metrics = algorithm_metrics_of(ddp)
     if step.number:
-        found["ddpopt.sampled_step"] = step.number
-        found["ddpopt.forward.ms"] = step.forward_s * 1e3
-        found["ddpopt.backward.ms"] = (step.backward_s + step.exposed_s) * 1e3
-        if source is None:
-            found |= _communication_of(step, ddp.process_group.size())
-    return found if source is None else found | source()
+        numbers["ddpopt.sampled_step"] = step.number
+        numbers["ddpopt.forward.ms"] = step.forward_s * 1e3
+        # DDP's log has backward's computation alone.
+        numbers["ddpopt.backward.ms"] = (step.backward_s + step.exposed_s) * 1e3
+        if read_algorithm_metrics is None:
+            numbers |= _communication_of(step, ddp.process_group.size())
+    return numbers if read_algorithm_metrics is None else numbers | read_algorithm_metrics()
 
 
 # After a reset, which has everything compiled anew, a new one begins.
 _clocks: ModuleSlot[IterationClock | None] = ModuleSlot(lambda: None, Lifetime.CODE)
-# A function for each module that finds what adds to its metrics.
-_sources: ModuleSlot[Callable[[], Source | None]] = ModuleSlot(
+# For each module a function that finds its algorithm's; a module without one has no algorithm.
+_algorithm_metrics: ModuleSlot[Callable[[], ReadMetrics | None]] = ModuleSlot(
     lambda: lambda: None, Lifetime.MODULE
 )
 
 
-def set_source(ddp: DistributedDataParallel, find: Callable[[], Source | None]) -> None:
-    """Add a source's metrics to a module's: of the source that `find` returns, or none if None."""
+def set_algorithm_metrics(
+    ddp: DistributedDataParallel, find: Callable[[], ReadMetrics | None]
+) -> None:
+    """Add an algorithm's metrics to a module's: those that `find` returns, which may be None.
+
+    DDP then says nothing of communication, in `metrics` as in `explain`.
+    """
     state.get(ddp)  # registers the DDP module, see `has_modules`
-    _sources.set(ddp, find)
+    _algorithm_metrics.set(ddp, find)
 
 
-def source_of(ddp: DistributedDataParallel) -> Source | None:
-    """What adds to a module's metrics, None if nothing does."""
-    return _sources.get(ddp)()
+def algorithm_metrics_of(ddp: DistributedDataParallel) -> ReadMetrics | None:
+    """What returns the metrics of the algorithm that is attached, None if none is."""
+    return _algorithm_metrics.get(ddp)()
 
 
 def _communication_of(step: _torch.LoggedStep, num_ranks: int) -> dict[str, float]:
     """The numbers of DDP's own allreduces in a step that DDP has timed."""
-    found = {
+    numbers = {
         "ddpopt.communication.ms": step.communication_s * 1e3,
         "ddpopt.communication.exposed_ms": step.exposed_s * 1e3,
         "ddpopt.communication.bytes": step.num_bytes,
     }
     if step.communication_s > 0:
-        moved = 2 * (num_ranks - 1) / num_ranks * step.num_bytes * 8
-        found["ddpopt.communication.bus_gbit_per_s"] = moved / step.communication_s / 1e9
-    return found
+        moved_bits = 2 * (num_ranks - 1) / num_ranks * step.num_bytes * 8
+        numbers["ddpopt.communication.bus_gbit_per_s"] = moved_bits / step.communication_s / 1e9
+    return numbers

@@ -33,9 +33,11 @@ def render_page(content: Mapping[str, Any]) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
+    # `_ESCAPES` keeps names from ending the element of the page that holds the data.
     data = json.dumps(dict(content), allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
     page = page.replace("{{policy}}", policy).replace("{{style}}", style)
-    # Data comes last: names in it may look like a placeholder.
+    # Each text goes in after those in which its placeholder stands; data, in which names may look
+    # like a placeholder, comes last.
     return page.replace("{{script}}", script).replace("{{explanation}}", data)
 
 

@@ -86,8 +86,8 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
     # The same moment by both clocks, since events of the profiler have Unix time.
     start_unix_ns, start_s = time.time_ns(), clock.now()
     has_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
-    is_on = _torch.shows_ranges()  # torch's profiler, which cannot be on twice
-    profile = contextlib.nullcontext() if is_on else _torch.profile_ranges(has_cuda)
+    is_users_profile = _torch.shows_ranges()  # torch's profiler cannot be on twice
+    profile = contextlib.nullcontext() if is_users_profile else _torch.profile_ranges(has_cuda)
     recorder = _Recorder(ddp, clock)
     with recorder.watching(ddp), profile as events:
         yield recording
@@ -110,7 +110,9 @@ class _Recorder(Subscriber):
         self.sections: list[list[RecordedSection]] = []  # of each of the timer's steps
         self._clock = clock
         self._is_skipped = False  # in a forward that does not communicate
-        self._range = contextlib.ExitStack()  # of the profiler, from a bucket's end to its launch
+        # The profiler's range from a bucket's last gradient to its launch, if one is open. The
+        # timer closes it behind DDP's hook on each gradient, of which one has launched the bucket.
+        self._range = contextlib.ExitStack()
         self._buckets = state.get(ddp).buckets or ()
         self._bucket_of = {index: k for k, bucket in enumerate(self._buckets) for index in bucket}
         self._num_watched = [len(bucket) for bucket in self._buckets]  # gradients of each bucket
@@ -138,7 +140,7 @@ class _Recorder(Subscriber):
         self._is_skipped = not will_communicate(ddp)
         if self._is_skipped:
             self.timer.skip_forward()
-        elif self.timer.begin_forward():
+        elif self.timer.begin_forward():  # the first forward of a step
             self._watch_less()
             self._missing = list(self._num_watched)
             self.sections.append([])
@@ -168,13 +170,17 @@ class _Recorder(Subscriber):
                 self._range.enter_context(record_function(self._names[bucket]))
 
     def _watch_less(self) -> None:
-        """Keep the hooks of [Note: recording], once a step has shown which they are."""
+        """Remove all hooks but those of [Note: recording], once a step has shown which they are.
+
+        Called at the start of each step; it looks at the step before.
+        """
         if not self._buckets or len(self.timer.steps) < 2:
             return
-        last = self.timer.steps[-2]  # the one behind it has just begun
-        if last.ready.keys() >= self._bucket_of.keys():
-            needed = {max(bucket, key=last.launched.__getitem__) for bucket in self._buckets}
-            needed.update(last.gradient_of_backward.values())
+        last_step = self.timer.steps[-2]  # `steps[-1]` is the one that has just begun
+        # Not if a gradient was left out, nor once hooks are removed.
+        if last_step.ready.keys() >= self._bucket_of.keys():
+            needed = {max(bucket, key=last_step.launched.__getitem__) for bucket in self._buckets}
+            needed.update(last_step.gradient_of_backward.values())
             self.timer.watch_only(needed)
             self._num_watched = [len(needed.intersection(bucket)) for bucket in self._buckets]
 
@@ -196,9 +202,9 @@ def in_order_of_launch(started: Sequence[Allreduce], sizes: Sequence[int]) -> li
 
     Args:
         started: As many as there are buckets.
-        sizes: In elements, of the buckets.
+        sizes: In elements, of the buckets, in the order of their launches.
     """
-    if sorted(sizes) != sorted(each.num_elements for each in started):
+    if sorted(sizes) != sorted(allreduce.num_elements for allreduce in started):
         return list(started)
     of_size = {size: iter([x for x in started if x.num_elements == size]) for size in sizes}
     return [next(of_size[size]) for size in sizes]
@@ -225,7 +231,7 @@ class _Reader:
         self._clock = clock
         self._start_s = start_s
         self.notes: list[str] = []
-        found = []
+        allreduces = []
         for event in events or ():
             if _ALLREDUCE.match(event.name()):
                 allreduce = Allreduce(
@@ -233,8 +239,9 @@ class _Reader:
                     start_s + (event.end_ns() - start_unix_ns) / 1e9,
                     num_elements=math.prod(next(iter(event.shapes()), ())),
                 )
-                found.append(allreduce)
-        self._allreduces = None if events is None else sorted(found)
+                allreduces.append(allreduce)
+        # In the order of their starts.
+        self._allreduces = None if events is None else sorted(allreduces)
         parameters = _torch.reducer_parameters(ddp)
         self._num_bytes = {p.index: p.num_bytes for p in parameters.values()}
         self._num_elements = {p.index: tensor.numel() for tensor, p in parameters.items()}
@@ -247,19 +254,20 @@ class _Reader:
         """A step, given the sections that ran in it."""
         read_sections = []
         for section in sections:
-            start_s, stop_s = self._at(section.start_s), self._at(section.stop_s)
+            start_s = self._time_on_device(section.start_s)
+            stop_s = self._time_on_device(section.stop_s)
             read_sections.append(dataclasses.replace(section, start_s=start_s, stop_s=stop_s))
-        forward_stop_s = self._at(step.forward_ended)
-        backward_stop_s = self._at(step.backward_ended)
+        forward_stop_s = self._time_on_device(step.forward_ended)
+        backward_stop_s = self._time_on_device(step.backward_ended)
         return RecordedStep(
-            forward_start_s=self._at(step.began),
+            forward_start_s=self._time_on_device(step.began),
             forward_stop_s=forward_stop_s,
             backward_stop_s=backward_stop_s,
             sections=tuple(read_sections),
             buckets=tuple(self._read_buckets(step, forward_stop_s, backward_stop_s)),
         )
 
-    def _at(self, time_s: float) -> float:
+    def _time_on_device(self, time_s: float) -> float:
         """When the device reached what the clock queued at that time; 0 (unknown) for 0."""
         return self._start_s + self._clock.seconds(self._start_s, time_s) if time_s else 0.0
 
@@ -272,12 +280,12 @@ class _Reader:
             self.notes.append("buckets: not all of them got a gradient in each step")
             return
         allreduces = self._allreduces_between(forward_stop_s, backward_stop_s)
-        after_s = 0.0
+        after_s = 0.0  # DDP's hook that launched the bucket had returned by then
         for k, bucket in enumerate(self._buckets):
             last = max(arrived[k], key=step.ready.__getitem__)
-            ready_s = self._at(step.ready[last])
-            # Buckets are launched in order.
-            after_s = max(after_s, self._at(step.launched.get(last, 0.0)))
+            ready_s = self._time_on_device(step.ready[last])
+            # Buckets are launched in order. A launch that was not noted counts as that before it.
+            after_s = max(after_s, self._time_on_device(step.launched.get(last, 0.0)))
             launched_s, finished_s = after_s, None
             if allreduces:
                 # Our hook comes after DDP's, which launches: the allreduce may have begun by then.

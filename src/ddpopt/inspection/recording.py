@@ -177,6 +177,7 @@ class Recording:
             backward_stop_s=statistics.median(step.backward_stop_s for step in alike),
             sections=tuple(map(_median_section, runs_by_section)),
             buckets=tuple(map(_median_bucket, times_by_bucket)),
+            # Medians of their own, see `MedianStep`.
             median_exposed_s=_median(step.exposed_s for step in alike),
             median_communication_s=_median(step.communication_s for step in alike),
         )
