@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
     for name in names:
         if name not in PEERS:
             raise InputError(f"there is no peer {quote(name)}; there are {', '.join(PEERS)}")
-    resolve_options(None, {"inner": args.inner})
+    resolve_options(None, {"inner": args.inner})  # reports a bad one before a model is made
     with torchrun_group(args.backend, f"bench {args.factory}") as backend:
         results, failures = _measure(args, list(dict.fromkeys(names)), screen)
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
         "results": results,
         "failures": failures,
     }
+    # Peers without options are not ddpopt's: it is no failure of ours if one cannot train.
     has_failed = any(PEERS[failure["peer"]].options is not None for failure in failures)
     return Report(data=data, parts=_parts(data), status=1 if has_failed or not results else 0)
 
@@ -80,13 +81,16 @@ def run(args: argparse.Namespace, screen: Screen) -> Report | None:
 def _measure(
     args: argparse.Namespace, names: Sequence[str], screen: Screen
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The results and the failures, as `--json` prints them; no model is left alive."""
+    """The results and the failures, as `--json` prints them.
+
+    No DDP module outlives this function, since the caller destroys its process group then.
+    """
     factory = find_factory(args.factory)
     entrants = [(name, cap_mb) for cap_mb in args.caps for name in names]
     trainees: list[_Trainee] = []
     failures = []
     for name, cap_mb in screen.track(entrants, "compiling"):
-        trainee, error = _admit(name, cap_mb, args.inner, _uncompiled(factory()))
+        trainee, error = _admit(name, cap_mb, args.inner, _refuse_compiled(factory()))
         if trainee is None:
             failures.append({"peer": name, "cap_mb": cap_mb, "error": error})
         else:
@@ -97,7 +101,8 @@ def _measure(
     return [trainee.result(trainee_of) for trainee in trainees], failures
 
 
-def _uncompiled(loaded: Loaded) -> Loaded:
+def _refuse_compiled(loaded: Loaded) -> Loaded:
+    """What was given; raises InputError if the model, or a part of it, is compiled."""
     if _torch.compiled_parts(loaded.model):
         raise InputError(
             f"this {type(loaded.model).__name__} is compiled already, at least in part, so that no "
@@ -114,7 +119,7 @@ class _Trainee:
         self.cap_mb = cap_mb  # None for DDP's default
         self.turns_s: list[float] = []  # what a step took in each turn
         self._inputs = loaded.inputs
-        with self._settings():
+        with self._settings():  # Dynamo's, of this peer; also around each step
             self._ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
             self._call = _compile(PEERS[name], self._ddp, inner)
         trained = [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
@@ -133,8 +138,8 @@ class _Trainee:
             self._step_s()
 
     def take_turn(self, num_steps: int) -> None:
-        """Note the median of some steps, each as on the slowest rank, after an uncounted one."""
-        self._step_s()
+        """Note the median of some steps, each as on the slowest rank."""
+        self._step_s()  # not counted: caches are still those of the trainee before
         times_s = [self._step_s() for _ in range(num_steps)]
         slowest = torch.tensor(times_s, dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -161,6 +166,7 @@ class _Trainee:
         return result
 
     def _step_s(self) -> float:
+        """Train for one step, which all ranks begin together; return the seconds it took here."""
         with self._settings():
             dist.barrier()
             start_s = self._clock.finish()
@@ -176,9 +182,10 @@ class _Trainee:
 
 
 def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[..., Any]:
+    """What to call to run the model's forward in the way of `peer`."""
     if not peer.is_compiled:
         return ddp
-    if peer.options is not None:
+    if peer.options is not None:  # else `inner` compiles alone
         options: dict[str, Any] = {"inner": inner, **peer.options}
         compiled: Callable[..., Any] = torch.compile(ddp, backend="ddpopt", options=options)
         return compiled
@@ -211,6 +218,7 @@ def _parts(data: Mapping[str, Any]) -> list[str | Table]:
         row += [format_ms(result[key]) for key in ("step_s", "fastest_s", "slowest_s")]
         for name in _BASELINES:
             ratio = result[f"throughput_of_{name}"]
+            # Of throughputs; the table has that of times.
             row.append("-" if ratio is None else f"{1 / ratio:.2f}")
         rows.append((*row, PEERS[result["peer"]].description))
     times_of = [f"/ {name}'s" for name in _BASELINES]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt._text import count, format_ms, write_text
 from ddpopt.cli.inputs import Loaded, blaming, find_factory, one_rank_group, torchrun_group
-from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, explained
+from ddpopt.cli.output import LATENCY_US, InputError, Report, Screen, Table, as_input_error
 from ddpopt.errors import PlanError
 from ddpopt.inspection.explain import explain
 from ddpopt.inspection.explanation import Explanation
@@ -49,20 +49,20 @@ def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
     if args.html is not None and args.html.suffix != ".html":
         raise InputError(f"--html is {args.html}, which does not end in .html; rename it")
     loaded = find_factory(args.factory)()
-    best: BucketPlan | None = None
+    best_plan: BucketPlan | None = None
     if args.world_size:  # before DDP adds its hooks to the parameters
         network = Network(latency_s=LATENCY_US * 1e-6, bytes_per_s=args.bandwidth)
-        best = plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
+        best_plan = plan(*loaded, network=network, world_size=args.world_size, backend=args.inner)
     with one_rank_group(), blaming(f"a step of {args.factory}"):
-        explanation = _train(loaded, options, args.bucket_cap_mb, best, screen)
+        explanation = _train(loaded, options, args.bucket_cap_mb, best_plan, screen)
     parts: list[str | Table] = [str(explanation)]
     data = explanation.to_dict()
-    if best is not None:
-        simulations = _simulate(best, args)
+    if best_plan is not None:
+        simulations = _simulate(best_plan, args)
         parts += _comparison(simulations, args)
         data["prediction"] = {name: json.loads(s.to_json()) for name, s in simulations.items()}
     if args.html is not None:
-        with explained(f"{args.html} cannot be written"):
+        with as_input_error(f"{args.html} cannot be written"):
             explanation.save(args.html)
         parts.append(f"\nwritten: {args.html}")
     return Report(data=data, parts=parts, status=0 if explanation.cuts else 1)
@@ -72,25 +72,26 @@ def _train(
     loaded: Loaded,
     options: dict[str, Any],
     cap_mb: float | None,
-    best: BucketPlan | None,
+    best_plan: BucketPlan | None,
     screen: Screen,
 ) -> Explanation:
+    """What is known about the model after some steps; the DDP module ends with this function."""
     ddp = DistributedDataParallel(loaded.model, bucket_cap_mb=cap_mb)
     compiled: Any = torch.compile(ddp, backend="ddpopt", options=options)
     for _ in screen.track(range(_NUM_STEPS), "compiling and training"):
         ddp.zero_grad()
         torch.autograd.backward(find_loss(call_model(compiled, loaded.inputs)))
-    return explain(ddp, best)
+    return explain(ddp, best_plan)
 
 
-def _simulate(best: BucketPlan, args: argparse.Namespace) -> dict[str, Simulation]:
+def _simulate(best_plan: BucketPlan, args: argparse.Namespace) -> dict[str, Simulation]:
     """An iteration with DDP's own buckets, and one with the best ones."""
     cap_mb = args.bucket_cap_mb
     caps = (int(cap_mb * _MIB),) if cap_mb else DDP_DEFAULT_CAPS
-    plan_of_ddp = dataclasses.replace(best, sizes=buckets_of_caps(best.profile, caps))
+    plan_of_ddp = dataclasses.replace(best_plan, sizes=buckets_of_caps(best_plan.profile, caps))
     return {
         "ddp": simulate(plan_of_ddp, world_size=args.world_size),
-        "best": simulate(best, world_size=args.world_size),
+        "best": simulate(best_plan, world_size=args.world_size),
     }
 
 
@@ -135,7 +136,7 @@ def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
 def run_sweep(args: argparse.Namespace, _screen: Screen) -> Report:
     """Show the efficiency of a saved plan on many clusters."""
     saved, stragglers = _load(args)
-    network = _network(saved, args, args.bandwidths[0])
+    network = _network(saved, args, args.bandwidths[0])  # `sweep` puts each bandwidth in it
     cells = sweep(saved, args.world_sizes, args.bandwidths, network, stragglers)
     return Report(
         data=[{**dataclasses.asdict(cell), "best": cell.best} for cell in cells],
@@ -152,7 +153,7 @@ def _describe_saved(saved: BucketPlan, args: argparse.Namespace) -> str:
 
 
 def _load(args: argparse.Namespace) -> tuple[BucketPlan, Stragglers]:
-    with explained(f"the plan {args.plan} cannot be read"):
+    with as_input_error(f"the plan {args.plan} cannot be read"):
         saved = BucketPlan.load(args.plan)
     return saved, Stragglers(mean_delay=args.stragglers, seed=args.seed)
 
@@ -197,7 +198,7 @@ def run_calibrate(args: argparse.Namespace, _screen: Screen) -> Report | None:
         f"  for ddpopt.plan: network=ddpopt.planning.{cost!r}, world_size={world_size}"
     ]
     if args.output is not None:
-        with explained(f"{args.output} cannot be written"):
+        with as_input_error(f"{args.output} cannot be written"):
             write_text(args.output, json.dumps(data, indent=1) + "\n")
         parts.append(f"written: {args.output}")
     return Report(data=data, parts=parts)

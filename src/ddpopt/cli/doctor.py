@@ -39,7 +39,7 @@ _REPORT = "see the problems above, or report it with this output"
 _UNREACHED = (
     "look at rank 0's output, and at MASTER_ADDR and MASTER_PORT, where a firewall may be between"
 )
-_PRINTING_S = 2.0  # for rank 0, which torchrun ends as soon as another rank has failed
+_PRINTING_S = 2.0
 _MOST_ROWS = 12  # of ranks that differ from most
 _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _SHOWN = ("TORCH_LOGS", "TORCH_TRACE", "OMP_NUM_THREADS")
@@ -109,6 +109,7 @@ def run(_args: argparse.Namespace, screen: Screen) -> Report | None:
         return _report_one(findings._replace(checks=checks, failed=[*findings.failed, lost.name]))
     if launch.rank:
         if status:
+            # torchrun ends rank 0 as soon as another rank has failed: it has to have printed.
             time.sleep(_PRINTING_S)
             sys.exit(status)
         return None
@@ -119,9 +120,11 @@ def _examine(screen: Screen) -> Findings:
     """Make all checks in this process."""
     is_readable = find_names(None)
     # Making a DDP module raises whatever is wrong with process groups here; the trials below report
-    # it. Lost are the names of DDP's objects, which then are in no row.
+    # it. Lost are the names of DDP's objects, which then are in no row. One of them is there only
+    # with a static graph.
     with contextlib.suppress(Exception), one_rank_group():
         is_readable = find_names(DistributedDataParallel(TrialModel(_WIDTH), static_graph=True))
+    # Each split alone, not "auto", which would do without one that fails.
     trials = [_try(split) for split in screen.track(SPLITS[1:], "checking")]
     compiler = _compiler()
     checks = [*_installed(), compiler, *_environment(), _names(is_readable), *trials]
@@ -267,6 +270,7 @@ def _name_numbers(ranks: Sequence[int]) -> str:
 
 
 def _installed() -> Iterator[Check]:
+    """Checks of versions, and of what ddpopt's installation and torch's build have to bring."""
     yield Check("python", platform.python_version())
     release = names.installed_release()
     version = str(torch.__version__)
@@ -279,13 +283,13 @@ def _installed() -> Iterator[Check]:
         yield Check("torch", f"{version}; {tested}")
     installed = importlib.metadata.distributions(name="ddpopt")
     versions = ", ".join(distribution.version for distribution in installed)
-    yield _look("ddpopt", versions, "is imported, but not installed", _INSTALL)
+    yield _check_there("ddpopt", versions, "is imported, but not installed", _INSTALL)
     points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="ddpopt")
     targets = ", ".join(sorted({point.value for point in points}))
-    yield _look('backend="ddpopt"', targets, "torch.compile does not know it", _INSTALL)
+    yield _check_there('backend="ddpopt"', targets, "torch.compile does not know it", _INSTALL)
     available = ", ".join(name for name in _BACKENDS if dist.is_backend_available(name))
     remedy = "install a build of torch that has gloo or nccl"
-    yield _look("process groups", available, "none", remedy)
+    yield _check_there("process groups", available, "none", remedy)
     try:
         _torch.graph_logger()
         yield Check("TORCH_LOGS names", "dynamo, distributed, ddp, +ddpopt; ddp_graphs")
@@ -296,7 +300,7 @@ def _installed() -> Iterator[Check]:
 def _compiler() -> Check:
     """Look for what Inductor compiles C++ with, as in its `config.cpp.cxx`."""
     name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    return _look(
+    return _check_there(
         "C++ compiler",
         shutil.which(name),
         f"there is no {name}, which Inductor needs on CPUs",
@@ -304,12 +308,13 @@ def _compiler() -> Check:
     )
 
 
-def _look(name: str, found: str | None, problem: str, remedy: str) -> Check:
-    """A check of something that has to be there: fine if it was `found`, otherwise a problem."""
+def _check_there(name: str, found: str | None, problem: str, remedy: str) -> Check:
+    """A check of something that has to be there: fine if it was `found`, otherwise a `problem`."""
     return Check(name, found) if found else Check(name, problem, remedy)
 
 
 def _environment() -> Iterator[Check]:
+    """A check of each variable that is set and matters; fine for one that switches nothing off."""
     for name, value in sorted(os.environ.items()):
         if name in _SWITCHES and value == "1":
             yield Check(name, f"{value} switches torch.compile off", "unset it")
@@ -409,6 +414,7 @@ def _try(split: str) -> Check:
 
 
 def _train(split: str) -> tuple[Cut, ...]:
+    """The cuts of a small model that trains; the DDP module ends with this function."""
     ddp = DistributedDataParallel(TrialModel(_WIDTH), bucket_cap_mb=_CAP_MB)
     options: dict[str, Any] = {"inner": "aot_eager", "split": split}
     # Dynamic sizes need more of torch's private names than fixed ones.

@@ -60,6 +60,7 @@ path/to/file.py:make."""
 
 
 def _describe_variables() -> str:
+    # A flag without a text is an error here: each has to have one.
     texts = {
         "DDPOPT_ENABLED": "0 compiles each graph whole",
         "DDPOPT_BUCKETS": "ddp, auto, or the path of a plan that ends in .json",

@@ -32,6 +32,7 @@ from ddpopt.errors import DDPOptError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MOST_DIGITS = 9
+# The folders of torch and of ddpopt.
 _NOT_OF_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, errors.__file__))
 _FILE_MODULE = "__ddpopt_factory__"  # the name of a module given as a file
 
@@ -71,6 +72,7 @@ def find_factory(text: str) -> Callable[[], Loaded]:
 
 
 def _import_module(name: str) -> types.ModuleType:
+    """A module of the current folder, or an installed one; raises what it does, or InputError."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -85,6 +87,7 @@ def _import_module(name: str) -> types.ModuleType:
 
 
 def _import_file(path: Path) -> types.ModuleType:
+    """A file imported as a module; raises what its code does, or InputError without a file."""
     spec = importlib.util.spec_from_file_location(_FILE_MODULE, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise InputError(f"there is no file {path}; the path counts from the current folder")
@@ -96,6 +99,7 @@ def _import_file(path: Path) -> types.ModuleType:
 
 
 def _make(text: str, factory: Callable[[], Any]) -> Loaded:
+    """Call the factory that `text` names; raises InputError unless it returned what can train."""
     with blaming(text):
         made = factory()
     is_pair = isinstance(made, tuple | list) and len(made) == 2
@@ -128,8 +132,8 @@ def blaming(what: str) -> Iterator[None]:
         # Whatever the user's module, factory or model raises. What is to blame is the last frame
         # that is neither torch's nor ours: both only call the user's code, or are called by it.
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
-        frame = (own or frames)[-1]
+        of_user = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
+        frame = (of_user or frames)[-1]
         text = quote_text(str(error))
         source = f"{frame.filename}:{frame.lineno}"
         raise InputError(f"{what} raised {type(error).__name__}: {text} ({source})") from error
@@ -154,7 +158,8 @@ def one_rank_group() -> Iterator[None]:
 def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
     """Join the group of the processes that torchrun started; yield its backend's name.
 
-    `backend` None means nccl if there are GPUs, and gloo otherwise. `command` is the one to start.
+    `backend` None means nccl if there are GPUs, and gloo otherwise. `command` is what the error
+    tells to start.
 
     Raises:
         InputError: torchrun did not start this process, or torch was built without the backend.
@@ -180,6 +185,7 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
 
 
 def _use_own_gpu() -> None:
+    """Make the GPU of this process's number on its node the current one; raises InputError."""
     local_rank, num_gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
     if not local_rank.isdecimal() or len(local_rank) > MOST_DIGITS:
         raise InputError(
@@ -193,7 +199,6 @@ def _use_own_gpu() -> None:
     torch.cuda.set_device(int(local_rank))
 
 
-# Groups that are kept alive after an error, see `_leaving`.
 _outlived: list[dist.ProcessGroup | None] = []
 
 
@@ -206,7 +211,9 @@ def _leaving() -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:  # its traceback may keep DDP modules alive longer
+    except BaseException:
+        # The error's traceback may keep DDP modules alive until after the group was destroyed. The
+        # list keeps the group for good, so that no Reducer of theirs is the last to hold it.
         _outlived.append(dist.group.WORLD)
         raise
     finally:

@@ -22,9 +22,7 @@ from ddpopt.cli.inputs import MOST_DIGITS, VARIABLES
 from ddpopt.cli.output import InputError
 
 WAIT_S = 300.0  # a cold file system takes minutes to import torch on some nodes
-# How much longer than its time limit a call of a store may take: one whose process is stopped never
-# confirms a timeout, see ranks/store.py.
-_GRACE_S = 5.0
+_GRACE_S = 5.0  # how much longer than its time limit a call of a store may take
 
 
 class Launch(NamedTuple):
@@ -91,6 +89,9 @@ def settle(
         except Exception as error:  # for the caller to see, whatever it is
             errors.append(error)
 
+    # In a thread, which is given up if a call does not return: a store whose process is stopped
+    # never confirms a timeout, see ranks/store.py. A rank waits up to `wait_s` for the store, and
+    # then for twice as long for the status.
     thread = threading.Thread(target=run, name="ddpopt launched", daemon=True)
     thread.start()
     thread.join(3 * wait_s + _GRACE_S)
@@ -107,6 +108,7 @@ def _exchange(
     judge: Callable[[dict[int, dict[str, Any]]], int],
     wait_s: float,
 ) -> int:
+    """The exit status of all ranks, by way of the store; see `settle`."""
     deadline_s = time.monotonic() + wait_s
     distributed: Any = dist  # its stores have no types
     store = distributed.TCPStore(
@@ -116,7 +118,7 @@ def _exchange(
         timeout=timedelta(seconds=wait_s),
         wait_for_workers=False,
     )
-    # torchrun keeps one store for ranks that it has started again.
+    # torchrun keeps one store for ranks that it has started again: keys of before do not count.
     prefix = f"ddpopt/launched/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     status_key, heard_key = f"{prefix}/status", f"{prefix}/heard"
     if launch.rank:
@@ -141,7 +143,8 @@ def _exchange(
         by_rank[rank] = json.loads(store.get(key))
     status = judge(by_rank)
     store.set(status_key, str(status))
-    # This process may keep the store, which the others still read.
+    # The store may be this process's, and end with it: first the others read the status, those
+    # that were heard of.
     leave_s = time.monotonic() + _GRACE_S
     while store.add(heard_key, 0) < len(by_rank) - 1 and time.monotonic() < leave_s:
         time.sleep(0.05)

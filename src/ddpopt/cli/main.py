@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if report is None else _show(report, screen)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (TorchDriftError, UnsupportedModeError) as error:
+    except (TorchDriftError, UnsupportedModeError) as error:  # of torch here, not of the arguments
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _FAILED
     except DDPOptError as error:  # about what the arguments name, so usage would not help
@@ -57,6 +57,7 @@ def find_command(name: str) -> Callable[[argparse.Namespace, Screen], Report | N
 
 
 def _show(report: Report, screen: Screen) -> int:
+    """Show a report on stdout; return its status, or that nobody reads the output any more."""
     try:
         screen.show(report)
         sys.stdout.flush()

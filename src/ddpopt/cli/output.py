@@ -48,11 +48,12 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._has_rich = (
+        self._draws_with_rich = (
             not as_json and sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
         )
 
     def show(self, report: Report) -> None:
+        """Print a report on stdout, its data as JSON or its parts."""
         if self._as_json:
             print(json.dumps(report.data, indent=1, allow_nan=False))
             return
@@ -60,14 +61,14 @@ class Screen:
             if isinstance(part, str):
                 print(part)
                 continue
-            if self._has_rich:
+            if self._draws_with_rich:
                 _print_by_rich(part.header, part.rows)
             else:
                 print("\n".join(table(part.header, part.rows)))
 
     def track(self, items: Sequence[_T], title: str) -> Iterable[_T]:
-        """An iterable of these items that advances a progress bar for each."""
-        if not self._has_rich:
+        """An iterable of these items, which advances a progress bar on stderr for each."""
+        if not self._draws_with_rich:  # for JSON, and where stdout is a file, there is no bar
             return items
         console = importlib.import_module("rich.console").Console(stderr=True)
         track: Any = importlib.import_module("rich.progress").track
@@ -76,7 +77,7 @@ class Screen:
 
 
 @contextlib.contextmanager
-def explained(what: str) -> Iterator[None]:
+def as_input_error(what: str) -> Iterator[None]:
     """Raise InputError, which says `what`, if a file cannot be read or written in this block."""
     try:
         yield
@@ -85,11 +86,12 @@ def explained(what: str) -> Iterator[None]:
 
 
 def _print_by_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Draw a table; a cell with exactly a text of `_STYLES` has that style."""
     text = importlib.import_module("rich.text").Text  # so that nothing is interpreted as markup
-    shown = importlib.import_module("rich.table").Table()
+    drawn = importlib.import_module("rich.table").Table()
     for index, title in enumerate(header):
         is_last = index == len(header) - 1
-        shown.add_column(text(title), justify="left" if is_last else "right", overflow="fold")
+        drawn.add_column(text(title), justify="left" if is_last else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*(text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    importlib.import_module("rich.console").Console().print(shown)
+        drawn.add_row(*(text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    importlib.import_module("rich.console").Console().print(drawn)
