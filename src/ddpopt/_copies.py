@@ -108,7 +108,7 @@ def copy_model(
         if id(part) in memo:  # not if a `__deepcopy__` shares it, or copies it without the memo
             _copy_functions(part, memo[id(part)], memo)
     copied_loss = None if loss_fn is None else copy_function(loss_fn, memo)
-    # A dictionary, since memo has some more than once: a copy is its own copy, too.
+    # A dictionary: memo has a copy twice where a `__deepcopy__` returns that of another object.
     modules = dict.fromkeys(c for c in memo.values() if isinstance(c, nn.Module))
     below = {part for module in modules for part in module.modules() if part is not module}
     below |= set(copied.modules())
@@ -196,6 +196,9 @@ class _Copier:
             # Modules may define how they are copied. This one is used itself, and `sparing_others`
             # keeps gradients from its parameters.
             return module
+        # `copy.deepcopy` keeps what was copied alive in a list, under the id of the memo that it
+        # was given. That one is freed here, and a value may get its id.
+        self._memo.setdefault(id(self._memo), []).extend(memo.pop(id(memo), ()))
         self._memo.update(memo)
         return copied
 
