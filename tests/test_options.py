@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -32,6 +34,9 @@ def test_the_most_specific_setting_wins() -> None:
         ),
         (None, {"max_autotun": True}, "did you mean 'max_autotune'"),
         (None, {"zzz": 1}, r"\['buckets', .*'split'\], and Inductor's those of"),
+        (None, {1: True}, "unknown option 1; ddpopt's own"),
+        (None, {1: True, "inner": "eager"}, r"\[1\].*only Inductor"),
+        (None, "split=forward", "'split=forward', a str; give a dict"),
         (None, {"max_autotune": "yes"}, "max_autotune.*str should be bool"),
         ("fastest", None, "mode 'fastest'"),
         (None, {"enabled": 1}, "'enabled' is 1, a int"),
@@ -48,7 +53,7 @@ def test_the_most_specific_setting_wins() -> None:
     ],
 )
 def test_bad_input_names_the_value_and_what_is_valid(
-    mode: str | None, options: dict[str, object] | None, message: str
+    mode: str | None, options: Any, message: str
 ) -> None:
     """An error can be acted on without reading the source."""
     with pytest.raises(OptionError, match=message):

@@ -206,6 +206,7 @@ class _Copier:
         """A value that is no module, with copies of the modules in it; itself if it holds none."""
         kind = type(value)
         if kind is types.FunctionType:
+            # torch's own functions lead to all of torch, and to no modules of the user's.
             return value if _is_of_torch(value) else self._copy_function(value)
         if kind is types.MethodType:
             owner = self._copy_owner(value.__self__)

@@ -19,7 +19,7 @@ _COLUMN_WIDTH = 40
 _QUOTED_WIDTH = 120
 
 
-class _Quotes(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """`repr`, but of the beginnings of containers, and of both ends of texts and numbers."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Quotes(reprlib.Repr):
         return super().repr_int(value, level)
 
 
-_quotes = _Quotes()
+_short_repr = _ShortRepr()
 
 
 def quote(value: object) -> str:
@@ -43,7 +43,7 @@ def quote(value: object) -> str:
     It is safe for whatever a file may hold, such as lists in a thousand lists.
     """
     try:
-        text = " ".join(_quotes.repr(value).split())
+        text = " ".join(_short_repr.repr(value).split())
     except Exception:  # the class of the value may do anything to describe it
         return f"a {type(value).__name__}"
     if len(text) <= _QUOTED_WIDTH:

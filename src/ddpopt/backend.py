@@ -164,7 +164,11 @@ def _guard_on_rules(
 ) -> None:
     """Restrict the graph to DDP modules with equal rules (None: to runs without DDP).
 
-    Dynamo has no guard on DDP being active, and shares code between models of one class.
+    In a checkpoint's recomputation it is restricted to what the forward may have run. Dynamo has no
+    guard on DDP being active, and shares code between models of one class.
+
+    Raises:
+        RecomputationError: a recomputation compiles what its forward did not run.
     """
     # Parameters that are no inputs are the graph's own, see `parameters_of` in split/facts.py.
     values = [*example_inputs, *gm.parameters()]

@@ -16,7 +16,7 @@ import torch
 
 from ddpopt import _torch, config
 from ddpopt._text import quote
-from ddpopt._values import check_choice
+from ddpopt._values import check_choice, check_kind
 from ddpopt.errors import OptionError, TorchDriftError
 
 OWN_OPTIONS = ("buckets", "enabled", "inner", "split")
@@ -58,6 +58,8 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     Raises:
         OptionError: a key is unknown, or a value is invalid; the message lists what is valid.
     """
+    if options is not None:
+        check_kind("options", options, Mapping, "give a dict, as {'buckets': 'auto'}", OptionError)
     given = dict(options or {})
     enabled, buckets = (given.pop(flag, getattr(config, flag)) for flag in ("enabled", "buckets"))
     buckets = os.fspath(buckets) if isinstance(buckets, os.PathLike) else buckets
@@ -140,8 +142,9 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> _torch.CompilerFn:
     """
     known = _torch.inductor_options() if options else []
     for key in options:
-        if key.replace("-", "_") not in known:  # Inductor, too, takes dashes
-            close = difflib.get_close_matches(key, [*OWN_OPTIONS, *known])
+        name = str(key)  # a key may be anything
+        if name.replace("-", "_") not in known:  # Inductor, too, takes dashes
+            close = difflib.get_close_matches(name, [*OWN_OPTIONS, *known])
             hint = (
                 f"did you mean {' or '.join(map(repr, close))}?"
                 if close

@@ -408,7 +408,7 @@ def test_bench_refuses_a_model_that_is_compiled_already() -> None:
     model = MLP(1)
     model.compile(backend="eager")
     with pytest.raises(InputError, match="is compiled already"):
-        bench._uncompiled(Loaded(model, ()))
+        bench._refuse_compiled(Loaded(model, ()))
 
 
 def test_bench_refuses_an_unknown_peer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,7 +274,7 @@ class _Reader:
     def _read_buckets(
         self, step: Step, forward_stop_s: float, backward_stop_s: float
     ) -> Iterator[BucketTimes]:
-        """The times of each bucket in a step; of none if one got no gradient, or all are unknown."""
+        """The times of each bucket in a step; none if one got no gradient, or none is known."""
         if not self._buckets:
             return  # a note says so, and nothing is known of allreduces without buckets
         arrived = [[index for index in bucket if index in step.ready] for bucket in self._buckets]
