@@ -148,8 +148,8 @@ class DataParallel(nn.Module):
         for index, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
             jobs.append(self._job(index, modes, replica, share))
         if kind_of_call == self._previous_kind_of_call:
-            # All threads share FX's flag that it traces: a replica of which something traces its
-            # forward would make the calls of the others raise.
+            # All threads share FX's flag that it traces: where one replica traces, compiled
+            # functions would raise in the others.
             with _torch.uncompiled_while_tracing():
                 return _run_all(jobs, one_by_one=False)
         self._previous_kind_of_call = None  # after an error the next call is new

@@ -95,7 +95,7 @@ def set_algorithm_metrics(
 ) -> None:
     """Add an algorithm's metrics to a module's: those that `find` returns, which may be None.
 
-    DDP then says nothing of communication, in `metrics` as in `explain`.
+    While there are any, neither `metrics` nor `explain` shows DDP's own times of communication.
     """
     state.get(ddp)  # registers the DDP module, see `has_modules`
     _algorithm_metrics.set(ddp, find)
