@@ -202,8 +202,8 @@ def install() -> None:
             error,
         )
     watch_forwards()
-    subscribe_to_all(_Noting())
-    subscribe_to_all(_Verifying())
+    subscribe_to_all(_Noting())  # so that a module's state knows which graphs run in a forward
+    subscribe_to_all(_Verifying())  # where `config.verify` asks for it
     uncompiled.watch(backend)  # warns if Dynamo compiles nothing of a model for this backend
     ask_at_first(number_at_first)  # numbers modules, in their first backward that reduces
 

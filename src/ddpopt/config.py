@@ -40,7 +40,10 @@ def check_flag(flag: str, value: object) -> None:
 
 
 def _declare(flag: str, default: _Value, choices: Sequence[str] = ()) -> _Value:
-    """Register a flag and its valid values; return its value: the environment's or the default."""
+    """Register a flag and its valid values; return its value: the environment's or the default.
+
+    The environment is read here alone, when this module is imported.
+    """
     _declared[flag] = default, choices
     variable = f"DDPOPT_{flag.upper()}"
     text = os.environ.get(variable)

@@ -53,7 +53,7 @@ class Options:
 def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Check `mode` and `options` as `torch.compile` passed them on, and fill in the defaults.
 
-    Where torch lacks a private name, nothing is raised: `drift` of what is returned says so.
+    Where torch lacks a name that a compiler needs, `drift` of what is returned says so: no error.
 
     Raises:
         OptionError: a key is unknown, or a value is invalid; the message lists what is valid.
@@ -69,10 +69,11 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     check_choice("the option 'split'", split, SPLITS)
     inner = given.pop("inner", "inductor")
     name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
-    # The inner compiler for forward and backward graphs of AOTAutograd's, if it can be had alone.
+    # Compiles a forward's or a backward's graph that AOTAutograd made; None if the inner compiler
+    # has no part that does this alone: then only forward is cut.
     aot: _torch.AOTCompilerFn | None = None
     has_cuda_graphs = False
-    compiler, drift = _run_uncompiled, ""
+    compiler, drift = _run_uncompiled, ""  # if `inner` cannot be resolved
     try:
         compiler = _resolve_inner(inner, mode, given)  # what is left is for Inductor
         has_cuda_graphs = inner == "inductor" and _torch.has_cuda_graphs(compiler)

@@ -197,7 +197,10 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
 def _admit(
     name: str, cap_mb: float | None, inner: str, loaded: Loaded
 ) -> tuple[_Trainee | None, str]:
-    """A model that was compiled and trained; or None and the error, if any rank had one."""
+    """A model that was compiled and trained; or None and the error, if any rank had one.
+
+    A collective, so that all ranks measure the same ones.
+    """
     trainee, error = None, ""
     try:
         trainee = _Trainee(name, cap_mb, inner, loaded)

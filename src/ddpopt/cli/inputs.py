@@ -73,7 +73,7 @@ def find_factory(text: str) -> Callable[[], Loaded]:
 
 def _import_module(name: str) -> types.ModuleType:
     """A module of the current folder, or an installed one; raises what it does, or InputError."""
-    if os.getcwd() not in sys.path:
+    if os.getcwd() not in sys.path:  # as `python -m` has it
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
@@ -158,6 +158,7 @@ def one_rank_group() -> Iterator[None]:
 def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
     """Join the group of the processes that torchrun started; yield its backend's name.
 
+    At the end of the block the group is destroyed: DDP modules have to be gone, see `_leaving`.
     `backend` None means nccl if there are GPUs, and gloo otherwise. `command` is what the error
     tells to start.
 

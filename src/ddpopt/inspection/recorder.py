@@ -245,6 +245,7 @@ class _Reader:
         parameters = _torch.reducer_parameters(ddp)
         self._num_bytes = {p.index: p.num_bytes for p in parameters.values()}
         self._num_elements = {p.index: tensor.numel() for tensor, p in parameters.items()}
+        # DDP is asked for those of a model that is not compiled by ddpopt.
         self._buckets = state.get(ddp).buckets or _torch.final_buckets(ddp) or ()
         if not self._buckets:
             note = "buckets: DDP has not reported its own; record after the first four steps"

@@ -54,7 +54,7 @@ class RecordedStep:
     def exposed_s(self) -> float | None:
         """How long backward waited for communication.
 
-        From the last gradient to the end of the last allreduce.
+        From the last gradient to the end of the last allreduce; None if that is not known.
         """
         finished = [bucket.finished_s for bucket in self.buckets if bucket.finished_s is not None]
         if not finished:
