@@ -138,7 +138,7 @@ def foreign_forward(copied: nn.Module, original: nn.Module) -> str:
     """What is wrong if a forward that was set on an instance runs the original in a copy; or ""."""
     # A deep copy of an instance shares the functions in it, with all that they hold.
     cells = getattr(vars(copied).get("forward"), "__closure__", None) or ()
-    for value in filter(None, map(_content, cells)):
+    for value in map(_content, cells):
         if value is original or getattr(value, "__self__", None) is original:
             return (
                 f"the forward of this {type(original).__name__} is replaced by a function that "
