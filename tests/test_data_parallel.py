@@ -782,6 +782,7 @@ def _compiled_inside() -> nn.Module:
         (lambda: DataParallel(MLP(), "cpu"), TypeError, "devices is 'cpu'"),
         (lambda: DataParallel(MLP(), ["gpu"]), ValueError, "device 'gpu'"),
         (lambda: DataParallel(MLP(), ["cpu", None]), ValueError, "device None"),
+        (lambda: DataParallel(MLP(), [10**30]), ValueError, "device 1000"),
         (lambda: DataParallel(MLP(), CPUS, dim="0"), TypeError, "dim is '0'"),
         (lambda: DataParallel(print, CPUS), TypeError, "nn.Module"),
         (lambda: DataParallel(MLP(), ["cpu"], "meta"), ValueError, "output_device"),

@@ -43,7 +43,7 @@ class ModuleSlot(Generic[T]):
         # By the module, or by its Reducer.
         self._values: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
         if lifetime is Lifetime.CODE:
-            _slots_of_code.append(self)
+            _slots_of_code.append(self)  # for `forget_compiled`
 
     def get(self, ddp: DistributedDataParallel) -> T:
         """The module's value; a default, which is not kept, if it has none."""

@@ -65,7 +65,8 @@ def backend(
         is_guarded = True
     except Exception as error:
         # Any error at all: a private name of torch may still exist, and be something else. Then the
-        # graph stays whole, with the error as the reason. Errors that users can mend are raised.
+        # graph stays whole, with the error as the reason. Errors that users can mend are raised: a
+        # NotCutError is no DDPOptError.
         if isinstance(error, DDPOptError) and not isinstance(error, TorchDriftError):
             raise
         refusal = NotCutError.because_of(error)

@@ -245,7 +245,7 @@ def _find_device(device: torch.device | str | int) -> torch.device:
     """A device under the name that its tensors give it."""
     try:
         return torch.empty(0, device=torch.device(device)).device
-    except (AssertionError, RuntimeError, TypeError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"device {quote(device)} is not available here ({str(error).splitlines()[0]}); "
             f"there are 'cpu' and {torch.accelerator.device_count()} accelerators"

@@ -245,7 +245,7 @@ def _text_of(check: Check) -> str:
 
 
 def _name_holders(ranks: Sequence[int], hosts: Mapping[int, str], num_ranks: int) -> str:
-    """Ranks with their hosts: `all 512`, `498 of 512`, or `8-15 on node1`."""
+    """Ranks with their hosts, `ranks 8-15 on node1`; or, of more than half, `498 of 512`."""
     if len(ranks) == num_ranks:
         return f"all {num_ranks}"
     if 2 * len(ranks) > num_ranks:

@@ -36,8 +36,7 @@ def render_page(content: Mapping[str, Any]) -> str:
     # `_ESCAPES` keeps names from ending the element of the page that holds the data.
     data = json.dumps(dict(content), allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
     page = page.replace("{{policy}}", policy).replace("{{style}}", style)
-    # Each text goes in after those in which its placeholder stands; data, in which names may look
-    # like a placeholder, comes last.
+    # Data comes last: names in it may look like a placeholder.
     return page.replace("{{script}}", script).replace("{{explanation}}", data)
 
 
