@@ -31,7 +31,8 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
     and has to be called inside this block. It returns the section's fake outputs, with the strides
     that Inductor chose; None if AOTAutograd compiled nothing, or if the compiled code returns more
     than the section does: effect tokens, or the parts of a tensor subclass (the caller says by
-    `has_parts` whether there are any). Outside of Dynamo it always returns None.
+    `has_parts` whether there are any). Outside of Dynamo there is no TracingContext: `call_first`
+    then makes no call and returns None.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
     if outer is None:
@@ -58,6 +59,7 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
         return None
 
     try:
+        # A backward with retain_graph=True runs again, and needs the saved tensors unchanged.
         with names.TRACING.get()(context), no_hooks(), _no_donated_buffers():
             yield call_first
     finally:
@@ -81,8 +83,9 @@ def _note_none_donated(context: Any) -> None:
 def _no_donated_buffers(further_tag: str = "") -> Iterator[None]:
     """Make what is compiled in this block leave saved tensors unchanged in its backward.
 
-    The backward is compiled with its forward, while the settings hold. What is compiled is stored
-    in torch's caches with a tag, to which `further_tag` is added.
+    The backward is compiled with its forward, while the settings hold. torch's caches keep what is
+    compiled under a tag of its own (the program's tag, ours and `further_tag`), so that nothing
+    compiled elsewhere, with donated buffers, is found in its place.
 
     Inductor's backward may reuse the memory of saved tensors ("donated buffers"), unless it is
     compiled in a backward with retain_graph=True. Its cache does not distinguish the two
@@ -143,19 +146,25 @@ class CutsBackward(Protocol):
 AOTCompilerFn = Callable[[fx.GraphModule, list[Any], CutsBackward], Callable[..., Any]]
 
 
-def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
-    """A compiler like `inductor`, which `inductor()` made, but with a cut backward."""
+def aot_inductor(compiler: CompilerFn) -> AOTCompilerFn:
+    """A compiler like this one, which `inductor()` made, but with a cut backward."""
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
-        """Compile one graph; Inductor calls `inner_compile` for its forward and its backward."""
+        """Compile one graph; Inductor calls `inner_compile` for its forward and its backward.
+
+        Each forward is edited by `cutting` first. Each backward is cut by it, and `compile_section`
+        compiles the sections.
+        """
         # Looked up now: raised while Inductor compiles, TorchDriftError would be Inductor's error.
         names.COMPILE_FX_INNER.get()
-        cached = None if cutting.cache_key is None else _find_cached_module()
+        # What puts the cut backward into AOTAutograd's cache; None if it is not to be cached.
+        storage = None if cutting.cache_key is None else _find_storage()
         tag = _users_cache_tag() + _NOT_DONATED
 
         def compile_inner(graph: fx.GraphModule, values: Any, **options: Any) -> Any:
-            # Bundling turns Inductor's own cache off; it is on for this graph. The tag is without
-            # the cut's key, since the code of a graph does not depend on where others are cut.
+            # While AOTAutograd bundles what Inductor compiled, to store it, Inductor's own cache is
+            # off; this puts it on. The tag is without the cut's key, since the code of a graph does
+            # not depend on where others are cut.
             not_bundled = names.settings({names.BUNDLED_AUTOGRAD_CACHE: False})
             with _tagged_cache(tag), not_bundled:
                 return compile_part(graph, values, **options)
@@ -184,20 +193,23 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
                 own_options = {**options, names.STATIC_INPUTS.text: static}
                 return compile_inner(section, section_inputs, **own_options)
 
-            sections, data = cutting.compile_backward(graph, list(graph_inputs), compile_section)
-            _note_none_donated(names.TRACING_CONTEXT.get().try_get())  # before it is stored
-            if cached is not None and cached.are_storable([*forwards, *sections]):
-                return cached.CutBackward(sections, data)
+            # `stored` is plain data, of which and the sections `make_backward` makes the backward.
+            sections, stored = cutting.compile_backward(graph, list(graph_inputs), compile_section)
+            # Now, before AOTAutograd stores that metadata.
+            _note_none_donated(names.TRACING_CONTEXT.get().try_get())
+            if storage is not None and storage.are_storable([*forwards, *sections]):
+                return storage.CutBackward(sections, stored)
             # Without bundling AOTAutograd stores no entry for the graph; Inductor still stores its
-            # sections. The block around restores the setting, changed or not.
+            # sections. `_cut_backward_settings`, around all this, restores the setting.
             names.BUNDLED_AUTOGRAD_CACHE.set(False)
-            return cutting.make_backward(sections, data)
+            return cutting.make_backward(sections, stored)
 
-        compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(inductor)
+        compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_cut_backward_settings(cutting.cache_key if cached else None))
-            if cached is not None:
-                stack.enter_context(cached.made_by(cutting.make_backward))
+            stack.enter_context(_cut_backward_settings(cutting.cache_key if storage else None))
+            if storage is not None:
+                # For a `CutBackward` made above, and for one that AOTAutograd finds in its cache.
+                stack.enter_context(storage.made_by(cutting.make_backward))
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     return compile_graph
@@ -206,12 +218,13 @@ def aot_inductor(inductor: CompilerFn) -> AOTCompilerFn:
 def for_sections(compiler: CompilerFn) -> CompilerFn:
     """A compiler like this one, for sections of a forward.
 
-    It is this one itself, or if `inductor()` made that, Inductor with `compile_part` as its inner
-    compiler. (A backward's sections are compiled so by `aot_inductor`.)
+    It is this one itself, or if that is Inductor, as `inductor()` makes it, Inductor with
+    `compile_part` as its inner compiler. (`aot_inductor` compiles a backward's sections so.)
     """
     if not isinstance(compiler, names.INDUCTOR.get()):
         return compiler
-    names.COMPILE_FX_INNER.get()  # now, as in `aot_inductor`
+    # Looked up now: raised while Inductor compiles, TorchDriftError would be Inductor's error.
+    names.COMPILE_FX_INNER.get()
     compile_fx, patches = names.COMPILE_FX.get(), names.INDUCTOR_CONFIG.get(compiler)
 
     def compile_section(section: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -259,10 +272,10 @@ def has_complex_values(gm: fx.GraphModule) -> bool:
     return False
 
 
-def _find_cached_module() -> Any:
-    """The module `cached`, by which AOTAutograd can store cut backwards.
+def _find_storage() -> Any:
+    """The module `_torch/cached.py`, by which AOTAutograd can store cut backwards.
 
-    None if this release is too old for it, or lacks a name that it needs.
+    None if this release of torch is too old for it, or lacks a name that it needs (and warns).
     """
     if not names.OUTPUT_CODE.is_expected:
         return None
@@ -271,7 +284,7 @@ def _find_cached_module() -> Any:
         names.CACHE_KEY.get(output_code)
         names.OUTPUT_LOADABLE.get()
         return importlib.import_module("ddpopt._torch.cached")  # which loads Inductor
-    return None
+    return None  # a name is missing
 
 
 def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> Any:
@@ -283,11 +296,13 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> A
         return boxed_nop(graph, graph_inputs)
 
     def compile_backward(graph: fx.GraphModule, graph_inputs: Any) -> Any:
-        def compile_section(section: fx.GraphModule, values: list[Any], _: object) -> Compiled:
+        def compile_section(
+            section: fx.GraphModule, values: list[Any], _origins: object
+        ) -> Compiled:
             return boxed_nop(section, values)
 
-        compiled, stored = cutting.compile_backward(graph, list(graph_inputs), compile_section)
-        return cutting.make_backward(compiled, stored)
+        sections, stored = cutting.compile_backward(graph, list(graph_inputs), compile_section)
+        return cutting.make_backward(sections, stored)
 
     with _cut_backward_settings(None):
         return lookup_backend("aot_eager")(
@@ -299,10 +314,11 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> A
 def _cut_backward_settings(key: str | None) -> Iterator[None]:
     """The settings with which a graph is compiled whose backward is cut.
 
-    Backward is compiled before the first forward runs, which takes the gates of its sections. With
-    a `key`, see `CutsBackward.cache_key`, AOTAutograd searches its cache for a backward that was
-    cut with that key, and stores the whole result in one entry. Without one AOTAutograd stores
-    nothing and searches for nothing; Inductor's cache of compiled sections stays on.
+    Backward is compiled at once, with the forward: when that first runs it makes the gates in which
+    sections of the backward are to run. With a `key`, see `CutsBackward.cache_key`, AOTAutograd
+    searches its cache for a backward that was cut with that key, and stores the whole result in one
+    entry. Without one AOTAutograd stores nothing and searches for nothing; Inductor's cache of
+    compiled sections stays on.
     """
     if key is None:
         caches = (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE)
@@ -311,18 +327,18 @@ def _cut_backward_settings(key: str | None) -> Iterator[None]:
         settings = {names.BUNDLED_AUTOGRAD_CACHE: True}
     with _no_donated_buffers("" if key is None else f"; {key}"), names.settings(settings):
         yield
-    # Once more: `aot_eager`, which stores nothing, has not done so.
+    # `aot_inductor` has done so where AOTAutograd stores the metadata; `aot_eager` has not.
     _note_none_donated(names.TRACING_CONTEXT.get().try_get())
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Tell AOTAutograd that a function takes its arguments as a list, which it empties."""
-    names.BOXED_CALL.mark(function, True)
+    names.BOXED_CALL.set_on_ours(function, True)
     return function
 
 
 def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
-    """Adapt the metadata of a backward graph to its inputs.
+    """Adapt the fake values in a backward graph, in place, to the fake `inputs` that it will have.
 
     Inductor may have chosen other strides in the forward for what it saved than were traced. What
     was a view with the traced strides may not be one with those, as after channels-last pooling:
@@ -331,7 +347,7 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp  # noqa: PLC0415  # as rarely used
 
     values = map(aten_value, gm.graph.find_nodes(op="placeholder"))
-    if not all(map(_has_strides_of, values, inputs)):
+    if not all(map(_have_equal_strides, values, inputs)):
         for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             view.target = torch.ops.aten.reshape.default
         gm.recompile()
@@ -339,7 +355,7 @@ def restride(gm: fx.GraphModule, inputs: list[Any]) -> None:
         propagation.propagate_dont_convert_inputs(*inputs)
 
 
-def _has_strides_of(value: object, other: object) -> bool:
+def _have_equal_strides(value: object, other: object) -> bool:
     """Whether two values do not differ in strides, as two that have none do not."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True
@@ -389,7 +405,8 @@ def check_backward(backward: fx.GraphModule) -> None:
     """
     names.TENSOR_VERSION.get(torch.empty(0))
     placeholders = backward.graph.find_nodes(op="placeholder")
-    if not any(map(is_tangent, placeholders)):  # the token's is always there
+    # One tangent is always there: the token's, which each graph returns whose backward is cut.
+    if not any(map(is_tangent, placeholders)):
         raise names.TANGENTS.drift()
     if not any(map(has_aten_value, placeholders)):
         raise names.VALUE.drift()
@@ -397,7 +414,8 @@ def check_backward(backward: fx.GraphModule) -> None:
     if calls and all(autograd_number(node) is None for node in calls):
         raise names.AUTOGRAD_NUMBER.drift()
     if calls and not any(names.CUSTOM.text in node.meta for node in calls):
-        raise names.CUSTOM.drift()  # marks that were set in the trace, see `set_mark`
+        # While AOTAutograd traced, `set_mark` marked the calls by which a gradient is made.
+        raise names.CUSTOM.drift()
 
 
 def gradient_arguments(backward: fx.GraphModule) -> list[Argument | None]:
@@ -417,8 +435,9 @@ def gradient_arguments(backward: fx.GraphModule) -> list[Argument | None]:
     arguments: list[Argument | None] = []
     for description in descriptions:
         is_gradient = isinstance(description, gradient)
-        source = names.GRADIENT_OF.get(description) if is_gradient else None
-        arguments.append(names.INPUT_INDEX.get(source) if isinstance(source, plain) else None)
+        of_input = names.GRADIENT_OF.get(description) if is_gradient else None
+        # A part of an argument, such as a tensor subclass's, is not `plain`.
+        arguments.append(names.INPUT_INDEX.get(of_input) if isinstance(of_input, plain) else None)
     return arguments
 
 
@@ -426,7 +445,7 @@ def autograd_number(node: fx.Node) -> int | None:
     """The number of the autograd node for which a call of a backward graph was traced.
 
     None if AOTAutograd does not tell. A call of the forward that is recomputed has the number of
-    the node that it made.
+    the autograd node that it made in the forward.
     """
     number = node.meta.get(names.AUTOGRAD_NUMBER.text)
     return number if isinstance(number, int) else None
@@ -439,12 +458,13 @@ def traced_graph() -> fx.Graph | None:
 
 
 def set_mark(node: fx.Node, key: str, value: int) -> None:
-    """Mark a node with a number, which the nodes that torch makes of it have as well.
+    """Mark a node with a number under `key`; the nodes that torch makes of it have the mark too.
 
     torch copies these marks where it traces a graph anew, takes a part of it, or replaces a
     pattern of calls.
     """
     marks = node.meta.get(names.CUSTOM.text) or {}
+    # A new dict, since nodes may share one.
     node.meta[names.CUSTOM.text] = {**marks, key: value}
 
 

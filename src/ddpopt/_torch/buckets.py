@@ -18,10 +18,11 @@ from ddpopt.errors import TorchDriftError
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether the Reducer has yet to form its final buckets; see [Note: buckets].
 
-    A DDP module has an attribute that says so, but copies and pickles of the module inherit the
-    attribute, although each has a Reducer of its own. So the attribute is trusted only for a
-    Reducer of which this was asked before it rebuilt its buckets (each step of compiled code asks).
-    For others DDP's log decides, which knows of the rebuild a step later.
+    A Reducer forms them once, in the forward after the first backward, by the order in which
+    gradients arrived. A DDP module has an attribute that says so, but copies and pickles of the
+    module inherit the attribute, although each has a Reducer of its own. So the attribute is
+    trusted only for a Reducer of which this was asked before it rebuilt its buckets (each step of
+    compiled code asks). For others DDP's log decides, which knows of the rebuild a step later.
     """
     has_rebuilt, reducer = names.HAS_REBUILT_BUCKETS.get(ddp), names.REDUCER.get(ddp)
     if not follows_arrival_order(ddp):
@@ -30,7 +31,7 @@ def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
         _seen_before_rebuild.add(reducer)
         return True
     if reducer in _seen_before_rebuild:
-        return False
+        return False  # the attribute, False when this was asked before, became True since
     try:
         return not log_of(ddp).get(names.HAS_REBUILT.text)
     except TorchDriftError:
@@ -57,9 +58,10 @@ def final_buckets(
     Raises:
         TorchDriftError: the log numbers parameters otherwise than `reducer_parameters`.
     """
-    is_asked_alone = not follows_arrival_order(ddp) or names.REDUCER.get(ddp) in _rebuilt_here
-    logged = None if is_asked_alone else logged_buckets(ddp)
-    if logged is None and not is_asked_alone:
+    # The log has initial buckets never, and those of `pass_first_steps` only from the next step on.
+    is_log_needed = follows_arrival_order(ddp) and names.REDUCER.get(ddp) not in _rebuilt_here
+    logged = logged_buckets(ddp) if is_log_needed else None
+    if logged is None and is_log_needed:
         return None
     index_of = {tensor: p.index for tensor, p in reducer_parameters(ddp).items()}
     buckets = ask_buckets(ddp) or ()
@@ -69,8 +71,8 @@ def final_buckets(
     # `asked` is numbered by `reducer_parameters`, whose order may be a guess; the log has the
     # Reducer's own numbers.
     if not asked and sorted(itertools.chain(*logged)) != sorted(index_of.values()):
-        # The Reducer does not tell which parameters have the log's numbers, so that
-        # `reducer_parameters` has taken those that are trained now; some were frozen since.
+        # The Reducer told no parameters, so `reducer_parameters` took those that are trained now.
+        # These are others than the log's, of which some were frozen since.
         return None
     if asked and asked != logged:
         raise TorchDriftError(

@@ -27,7 +27,8 @@ _maker: contextvars.ContextVar[MakeBackward] = contextvars.ContextVar("ddpopt_ma
 def made_by(make_backward: MakeBackward) -> Iterator[None]:
     """Make with this function what runs in each `CutBackward` that is made or loaded in the block.
 
-    The function is not stored with the sections, so whoever loads them has to give it.
+    The function is not stored with the sections, so whoever loads them has to give it. It gets the
+    compiled sections and `data`, and returns the backward.
     """
     token = _maker.set(make_backward)
     try:
@@ -46,7 +47,7 @@ class CutBackward(_OutputCode):
     def __init__(self, sections: Sequence[Any], data: Any) -> None:
         self.sections = list(sections)
         self.data = data
-        names.BOXED_CALL.mark(self, True)  # as AOTAutograd requires
+        names.BOXED_CALL.set_on_ours(self, True)  # as AOTAutograd requires
         self._call: Any = _maker.get()(self.sections, data)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -61,7 +62,11 @@ class CutBackward(_OutputCode):
             section.prepare_for_serialization()
 
     def post_compile(self, inputs: Any, _constants: Any, settings: Any) -> None:
-        """Load the sections. torch calls this on what it has read from its cache."""
+        """Load the sections. torch calls this on what it has read from its cache, not on new ones.
+
+        `inputs` are the cached graph's, of which Inductor takes the symbols that sizes have;
+        `settings` are keywords of Inductor's. torch made the constants for a graph of one piece.
+        """
         sections = []
         for section in self.sections:
             loadable = names.OUTPUT_LOADABLE.get()(section)

@@ -98,7 +98,8 @@ def context_with_own_code(context: Any) -> Any:
     """A context that compiles as this one does, but shares its code with nothing else."""
     compiled = torch.compile(
         lambda: None,  # which is never called: only its context is wanted
-        backend=functools.partial(compiler_of(context)),  # another object than the backend
+        # A new object around the backend and its options, since code is shared by backend objects.
+        backend=functools.partial(compiler_of(context)),
         fullgraph=names.FULLGRAPH.get(context),
         dynamic=names.DYNAMIC.get(context),
     )

@@ -57,8 +57,9 @@ def copy_compiled(
     optimized = names.OPTIMIZED_MODULE.get()
     # A module may define how it is copied, and then not all below it have copies.
     copies = {part: memo[id(part)] for part in ddp.modules() if id(part) in memo}
+    # Functions are not copied: a copied module's compiled functions still run the original's code.
     for part, copied in copies.items():
-        if not isinstance(part, optimized):  # those compile themselves
+        if not isinstance(part, optimized):  # those were copied with their contexts
             for name, function in compiled_functions(part).items():
                 copied_context = memo[id(context_of(function))]
                 vars(copied)[name] = copied_context(rebound(function, memo))
@@ -89,10 +90,10 @@ def _copy_ddp(
     # no_sync, Reducer, logger and compiled call.
     names.COMM_HOOKS.set([], copied_ddp)
     names.HAS_REBUILT_BUCKETS.set(False, copied_ddp)
-    for row in (names.SYNCS_GRADIENTS, names.SYNCS_BUFFERS):
-        row.set(True, copied_ddp)
-    for row in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
-        row.set(None, copied_ddp)
+    for attribute in (names.SYNCS_GRADIENTS, names.SYNCS_BUFFERS):
+        attribute.set(True, copied_ddp)
+    for attribute in (names.REDUCER, names.LOGGER, names.COMPILED_CALL):
+        attribute.set(None, copied_ddp)
     ignored = names.IGNORED_PARAMETERS.get(ddp)
     parameters = [p for name, p in module.named_parameters() if name not in ignored]
     names.MODULE_PARAMETERS.set(parameters, copied_ddp)
@@ -131,12 +132,13 @@ def rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable
     return types.MethodType(original.__func__, copies.get(id(original.__self__), original.__self__))
 
 
-_HOOKS = (names.FORWARD_PRE_HOOKS, names.FORWARD_HOOKS)
+# Each module has its hooks in these two dictionaries.
+_HOOK_DICTS = (names.FORWARD_PRE_HOOKS, names.FORWARD_HOOKS)
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """The hooks that run before and after the forward of a module and its submodules."""
-    return [hook for m in module.modules() for row in _HOOKS for hook in row.get(m).values()]
+    return [hook for m in module.modules() for d in _HOOK_DICTS for hook in d.get(m).values()]
 
 
 def replica(
@@ -147,9 +149,11 @@ def replica(
     """A copy of a module's structure with other tensors and hooks, all else shared.
 
     It is like those of `torch.nn.DataParallel`, except that its `parameters()` works. `tensors` has
-    all parameters; buffers that are not in it are kept. `hooks` has the replacement for each of
-    `forward_hooks`, by the hook's `id`.
+    a tensor, which is no `nn.Parameter`, for each parameter; buffers that are not in it are kept.
+    `hooks` has the replacement for each of `forward_hooks`, by the hook's `id`.
     """
+    # torch's replicas have dictionaries of their own for children, buffers and parameters, the last
+    # one empty. All else, so the dictionaries of hooks, they share with the original.
     copies = {m: names.REPLICATE.get(m)() for m in module.modules()}
     for original, copied in copies.items():
         children = names.MODULES.get(original)  # `named_children` has shared ones once
@@ -164,9 +168,10 @@ def replica(
             if tensor is not None:
                 setattr(copied, name, tensor)  # RNNs rebuild their list of weights when one is set
         names.PARAMETERS.set(copied_parameters, copied)  # for `parameters()`
-        for row in _HOOKS:
-            if found := row.get(original):
-                row.set(type(found)((key, hooks[id(h)]) for key, h in found.items()), copied)
+        for hook_dict in _HOOK_DICTS:
+            if originals := hook_dict.get(original):
+                replaced = ((key, hooks[id(hook)]) for key, hook in originals.items())
+                hook_dict.set(type(originals)(replaced), copied)
     return copies[module]
 
 

@@ -52,7 +52,7 @@ def watch_ddp_forward(
     before: Callable[[DistributedDataParallel, Forward], None],
     after: Callable[[DistributedDataParallel, Forward], None],
 ) -> None:
-    """Call `before` and `after` around each DDP forward. Idempotent.
+    """Call `before` and `after` around each DDP forward. Only this process's first call counts.
 
     DDP's own hooks run before it has moved the arguments to its device, and at none of them is it
     known which `torch.compile` is around the forward. So the method in which DDP calls its module
@@ -61,6 +61,9 @@ def watch_ddp_forward(
     original = names.RUN_DDP_FORWARD.get(DistributedDataParallel)
     if hasattr(original, "ddpopt_replaces"):
         return
+    # `calls_users_code`: Dynamo compiles what the new method calls as if the method were not there.
+    # The lambdas get the DDP module, then the three fields of `Forward`; its `callback` is found by
+    # calling what FRAME_CALLBACK is.
     run_ddp_forward = calls_users_code(
         _traced.around_ddp_forward(
             original,

@@ -28,7 +28,7 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
     While a DDP forward is active, Dynamo looks up `DDPOptimizer` in its module for each frame,
     constructs it around the backend and uses its `compile_fn`. There is no other way to
     intervene, so the class is replaced by a subclass that for other backends is the original.
-    Idempotent.
+    Only this process's first call counts.
     """
     original = names.DDP_OPTIMIZER.get()
     if hasattr(original, "ddpopt_replaces"):
@@ -39,7 +39,8 @@ def take_over(is_ours: Callable[[Any], bool]) -> None:
         backend = kwargs.get("backend_compile_fn", args[1] if len(args) > 1 else None)
         # A class that a program derives from the replacement is none that Dynamo constructs.
         if cls is replacement and backend is not None and is_ours(innermost_backend(backend)):
-            return types.SimpleNamespace(compile_fn=backend)  # passes on the graph unchanged
+            # What Dynamo wants of a DDPOptimizer; this one passes on the graph unchanged.
+            return types.SimpleNamespace(compile_fn=backend)
         return object.__new__(cls)
 
     copied = {name: getattr(original, name) for name in ("__doc__", "__module__", "__qualname__")}
@@ -90,11 +91,12 @@ def traces_backward_around(ddp: nn.Module) -> bool:
 
 def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     """The exceptions with which a compiler talks to Dynamo; they must pass unchanged."""
-    rows = (names.SKIP_FRAME, names.RESTART_ANALYSIS, names.UNSUPPORTED)
     # Asked while another exception is handled, which a TorchDriftError would hide.
     with names.doing_without(names.Need.ERRORS):
-        return (*(row.get() for row in rows), *names.ALLOWED_FALLBACKS.get())
-    return ()
+        own_types = (names.SKIP_FRAME.get(), names.RESTART_ANALYSIS.get(), names.UNSUPPORTED.get())
+        # And those of fake tensors, at which Dynamo breaks the graph.
+        return (*own_types, *names.ALLOWED_FALLBACKS.get())
+    return ()  # a name is missing
 
 
 def dynamo_settings(
@@ -114,7 +116,8 @@ def uncompiled_while_tracing() -> contextlib.AbstractContextManager[None]:
     try:
         names.ERROR_ON_FX_TRACE.get()
     except TorchDriftError:
-        return contextlib.nullcontext()  # uncompiled code is traced as usual
+        # Then compiled functions may raise; models that are not compiled are traced all the same.
+        return contextlib.nullcontext()
     return names.settings({names.ERROR_ON_FX_TRACE: False})
 
 
@@ -138,9 +141,9 @@ def find_reached_limit(module: nn.Module) -> str | None:
         if code is None:
             continue
         num_compiles = len(names.CACHE_ENTRIES.get()(code))
-        for row in (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT):
-            if num_compiles >= row.get():
-                return f"{type(part).__name__}.forward as often as {row} allows ({row.get()})"
+        for limit in (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT):
+            if num_compiles >= limit.get():
+                return f"{type(part).__name__}.forward as often as {limit} allows ({limit.get()})"
     return None
 
 
@@ -176,8 +179,9 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
     """Make Dynamo run the graph that it is compiling only while `check` is true.
 
     If it is false Dynamo runs another version of the code, or compiles one, as it does when a
-    tensor's shape has changed. When Dynamo has compiled the graph, `code` gets what `forget_code`
-    takes. Where somebody else than Dynamo calls the backend there is nothing to guard.
+    tensor's shape has changed. When Dynamo has compiled the graph, one more entry, by which
+    `forget_code` can give up the compiled code, is put into `code`. Where somebody else than Dynamo
+    calls the backend there is nothing to guard.
     """
     tracing = names.TRACING_CONTEXT.get().try_get()
     if tracing is None:
@@ -187,9 +191,11 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
         # Dynamo calls this after the graph was compiled, too late for an error.
         with names.doing_without(names.Need.GUARD):
             root = names.GUARD_ROOT.get(names.BUILT_GUARDS.get(builder))
-            root.add_lambda_guard(lambda _: check(), [description], None)
+            no_stack = None  # of the user's line that the guard is for
+            root.add_lambda_guard(lambda _: check(), [description], no_stack)
             code.append(names.CHECK_FN_MANAGER.get(builder))
 
+    # A guard names what it checks. This one has the name of those on global state, as on grad mode.
     guard = names.GUARD.get()(names.GLOBAL_STATE_SOURCE.get()(), create)
     names.DYNAMO_GUARDS.get(names.GUARDS_CONTEXT.get(tracing)).add(guard)
 
@@ -197,7 +203,7 @@ def guard_on(check: Callable[[], bool], description: str, code: list[Any]) -> No
 def forget_code(code: Sequence[Any]) -> None:
     """Make Dynamo give up code that it will never run again, so that its limits do not count it.
 
-    `code` is what `guard_on` has put there.
+    `code` is what `guard_on` has put there: what checks the guards of each piece of code.
 
     Dynamo itself gives up code that was compiled for an object when the object dies. Code given up
     here stays in Dynamo's list, which would count it for the module that runs next; so the code is
@@ -206,9 +212,10 @@ def forget_code(code: Sequence[Any]) -> None:
     with names.doing_without(names.Need.GUARD):
         for manager in code:
             names.INVALIDATE.get(manager)("DDP's bucket rules")
-            # Any object that lives will do, if it is no module.
-            of_others = {"": weakref.ref(forget_code)}
-            names.ID_MATCHED_OBJS.get(names.GUARD_MANAGER.get(manager)).update(of_others)
+            # The object that code was compiled for, by its name in the code: any name and any
+            # object that lives will do, if it is no module.
+            other_object = {"": weakref.ref(forget_code)}
+            names.ID_MATCHED_OBJS.get(names.GUARD_MANAGER.get(manager)).update(other_object)
 
 
 def tell_of_reset(backend: CompilerFn) -> None:

@@ -29,17 +29,19 @@ def carry_dynamo_metadata(source: fx.GraphModule, target: fx.GraphModule) -> Non
     finds out which inputs are parameters. New placeholders get the source None.
     """
     target.meta = dict(source.meta)
-    # No node refers to hooks on saved tensors. AOTAutograd's cache tells graphs by them.
+    # Hooks on saved tensors, by which AOTAutograd's cache tells graphs, are children to which no
+    # node refers, so that `target` has not got them with its nodes.
     for name, hook in source.named_children():
         if name.startswith(names.SAVED_TENSORS_HOOKS.text):
             setattr(target, name, hook)
-    for row in (names.PARAMETER_SOURCES, names.USER_STACKS):
-        if row.is_in(source):
-            row.mark(target, row.get(source))
+    for attribute in (names.PARAMETER_SOURCES, names.USER_STACKS):
+        if attribute.is_in(source):
+            attribute.set_on_ours(target, attribute.get(source))
     # Copies of placeholders have the originals' names.
     originals = {node.name: node for node in source.graph.find_nodes(op="placeholder")}
     for node in target.graph.find_nodes(op="placeholder"):
-        names.DYNAMO_SOURCE.mark(node, names.DYNAMO_SOURCE.find(originals.get(node.name)))
+        dynamo_source = names.DYNAMO_SOURCE.find(originals.get(node.name), default=None)
+        names.DYNAMO_SOURCE.set_on_ours(node, dynamo_source)
 
 
 def wants_cuda_graphs(gm: fx.GraphModule) -> bool:
@@ -54,7 +56,7 @@ def mark_as_new(placeholder: fx.Node) -> None:
 
     AOTAutograd asserts that each placeholder has such a note, and takes None for one without.
     """
-    names.DYNAMO_SOURCE.mark(placeholder, None)
+    names.DYNAMO_SOURCE.set_on_ours(placeholder, None)
 
 
 def depth_below_frame(placeholder: fx.Node) -> int:

@@ -37,7 +37,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,8 +54,9 @@ _calling_users: set[types.CodeType] = set()
 _told: list[tuple[types.CodeType, Any]] = []
 # Our modules as `hide_from_dynamo` last went through them, each with the ids of what its names are.
 _searched: list[tuple[types.ModuleType, list[int]]] = []
-# What may hold functions of ours, beside our classes and their instances.
-_HOLDERS = (
+# Containers, and what stands around a function in a class or module (a property, a partial, a
+# cache). In these too functions of ours are looked for, beside our classes and their instances.
+_CONTAINERS_AND_WRAPPERS = (
     dict,
     list,
     tuple,
@@ -85,7 +86,7 @@ def hide_from_dynamo() -> None:
     """
     with names.doing_without(names.Need.HIDE):
         _hide_from_tracing()
-    with names.doing_without(names.Need.HIDE):
+    with names.doing_without(names.Need.HIDE):  # also if the first half has missed a name
         _hide_frames()
 
 
@@ -112,18 +113,22 @@ def _hide_frames() -> None:
 
 
 def _search(modules: list[types.ModuleType]) -> None:
-    """Set `_told` to all code of these modules, each with what Dynamo is to do with its frames."""
+    """Set `_told` to all code of these modules, each with what Dynamo is to do with its frames.
+
+    What functions in `_calling_users` call is compiled all the same; code of `_traced.py` that is
+    not among them is left to Dynamo.
+    """
     strategy, action = names.FRAME_STRATEGY.get(), names.FRAME_ACTION.get()
     # What becomes of a frame, and of the frames that begin while it runs.
     skipped = strategy(action.SKIP, action.SKIP)
     skipped_alone = strategy(action.SKIP, action.DEFAULT)
-    found: list[tuple[types.CodeType, Any]] = []
+    strategies: list[tuple[types.CodeType, Any]] = []
     for code in _code_of(modules):
         if code in _calling_users:
-            found.append((code, skipped_alone))
+            strategies.append((code, skipped_alone))
         elif code.co_filename != _traced.__file__:
-            found.append((code, skipped))
-    _told[:] = found  # at once: another thread may go through them
+            strategies.append((code, skipped))
+    _told[:] = strategies  # at once: another thread may be in `_tell_again`, which goes through it
 
 
 def hide_again() -> None:
@@ -144,8 +149,12 @@ def _tell_again() -> None:
         tell(code, strategy)
 
 
-def _code_of(modules: list[types.ModuleType]) -> Iterator[types.CodeType]:
-    """The code of all functions of ours in these modules, of lambdas and nested ones too."""
+def _code_of(modules: list[types.ModuleType]) -> list[types.CodeType]:
+    """The code of all functions of ours in these modules, of lambdas and nested ones too.
+
+    Looked for in all that the modules hold and that is ours or may hold ours.
+    """
+    codes: list[types.CodeType] = []
     rest: list[Any] = [vars(module) for module in modules]
     seen: set[int] = set()
     while rest:
@@ -155,16 +164,18 @@ def _code_of(modules: list[types.ModuleType]) -> Iterator[types.CodeType]:
         seen.add(id(held))
         if isinstance(held, types.CodeType):
             if held.co_filename.startswith(str(_FOLDER)):
-                yield held
-            rest += held.co_consts
+                codes.append(held)
+            rest += held.co_consts  # among them the code of nested functions
         elif isinstance(held, types.FunctionType):
             # Another's function may stand around ours, as a decorator of torch's does.
             rest += [held.__code__, held.__closure__, held.__dict__]
             rest += [held.__defaults__, held.__kwdefaults__]
-        elif isinstance(held, _HOLDERS) or _is_ours(held if isinstance(held, type) else type(held)):
+        elif isinstance(held, _CONTAINERS_AND_WRAPPERS) or _is_of_ours(held):
             rest += gc.get_referents(held)
+    return codes
 
 
-def _is_ours(kind: type) -> bool:
-    """Whether a class is defined in ddpopt."""
+def _is_of_ours(held: Any) -> bool:
+    """Whether something is a class that is defined in ddpopt, or an object of such a class."""
+    kind = held if isinstance(held, type) else type(held)
     return kind.__module__.partition(".")[0] == _NAME

@@ -40,7 +40,10 @@ def has_delayed_parameters(ddp: DistributedDataParallel) -> bool:
 
 
 def awaiting_delayed(ddp: DistributedDataParallel) -> tuple[ParameterIndex, ...]:
-    """The parameters, by index, whose gradient makes DDP reduce the delayed ones."""
+    """The parameters, by index, at whose gradient DDP reduces the delayed parameters' gradients.
+
+    Delayed are the parameters that DDP was given as `delay_all_reduce_named_params`.
+    """
     if not has_delayed_parameters(ddp):
         return ()
     # A method of DDP's, which DDP has put as a hook on the tensors of these parameters.
@@ -104,6 +107,7 @@ def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """
     states: list[Any] = []
     for hook, state in _registered_hooks(ddp):
+        # An idle one has no algorithm any more.
         if not (isinstance(state, BucketReduction) and state.is_idle):
             states += filter(_may_change, (state, *_bound_to(hook)))
     return states

@@ -149,7 +149,7 @@ class PrivateName:
         finally:
             self.set(original, owner)
 
-    def mark(self, own: Any, value: Any) -> None:
+    def set_on_ours(self, own: Any, value: Any) -> None:
         """Set on an object of ours what torch looks for on such objects, existing or not."""
         setattr(own, self.name, value)
 

@@ -146,8 +146,8 @@ def region_partners() -> dict[str, str]:
         (names.DISABLE_SAVED_HOOKS, names.ENABLE_SAVED_HOOKS),
         (names.ENTER_DUAL_LEVEL, names.EXIT_DUAL_LEVEL),
     )
-    for row in itertools.chain.from_iterable(pairs):
-        row.get()  # raises if torch has no such function: graphs would call it by another name
+    for function in itertools.chain.from_iterable(pairs):
+        function.get()  # raises if torch has no such function: graphs would call it by another name
     return {enter.name: leave.name for enter, leave in pairs}
 
 
