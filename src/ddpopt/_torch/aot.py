@@ -252,6 +252,7 @@ def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         reinplace = names.REINPLACE_PASS.name
         names.REINPLACE_PASS.get()  # raises if the function, and so the pass, has another name
         # LIMIT: TORCHINDUCTOR_DISABLED_PASSES in the environment overrides this.
+        # Beside those that the program has disabled, as names between commas.
         disabled = ",".join(filter(None, [str(names.DISABLED_PASSES.get()), reinplace]))
         settings = {names.DISABLED_PASSES: disabled, names.REORDER_FOR_MEMORY: False}
     # Inductor's cache knows code by its settings too.

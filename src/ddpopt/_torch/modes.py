@@ -102,12 +102,12 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 def hook_states(ddp: DistributedDataParallel) -> list[Any]:
     """Return what comm hooks registered in Python may keep between buckets.
 
-    For each hook: the state that it was registered with, and objects bound to it. Left out is the
-    hook of an algorithm that was detached, which only calls DDP's allreduce.
+    For each hook: the state that it was registered with, and objects bound to it, except what
+    cannot change, such as numbers. Left out is the hook of an algorithm that was detached, which
+    only calls DDP's allreduce.
     """
     states: list[Any] = []
     for hook, state in _registered_hooks(ddp):
-        # An idle one has no algorithm any more.
         if not (isinstance(state, BucketReduction) and state.is_idle):
             states += filter(_may_change, (state, *_bound_to(hook)))
     return states

@@ -121,7 +121,7 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
                 row.get(ddp)
             elif row.owner == of_reducer:
                 row.get(names.REDUCER.get(ddp))
-    # Three more, whose rows name other needs.
+    # Three more, whose rows name other needs; nothing is called or queued by looking them up.
     names.SYNCS_BUFFERS.get(ddp)
     names.GROUP_STORE.get()
     queue_callback()
@@ -180,6 +180,7 @@ def replace_reducer(
             are_together = False
             change.pass_known_first_steps(change.after, gradients)
             are_together = True
+            # Only now, so that the program's hook sees none of the first steps' zeros.
             do_alone(change.register_hook)
         except Exception as error:
             try:
@@ -247,7 +248,7 @@ class Change:
         config = self.before.config
         if config is not None:
             config = dataclasses.replace(config, per_bucket_bytes_caps=tuple(caps_bytes))
-        arrivals = self._num_arrivals(buckets, num_arrivals)
+        arrivals = self._arrivals_in_first_steps(buckets, num_arrivals)
         self.after = Formation(buckets, list(caps_bytes), config, arrivals)
 
     def _present_formation(self, num_arrivals: Mapping[ParameterIndex, int] | None) -> Formation:
@@ -260,11 +261,11 @@ class Change:
                 buckets.append([self._reduced[tensor].index for tensor in bucket])
             # A Reducer that has yet to form its buckets takes its first steps in training.
             if not will_rebuild_buckets(ddp):
-                arrivals = self._num_arrivals(buckets, num_arrivals)
+                arrivals = self._arrivals_in_first_steps(buckets, num_arrivals)
         config = names.BUCKET_CONFIG.get(ddp) if names.BUCKET_CONFIG.is_expected else None
         return Formation(buckets, list(names.CAPS_BYTES.get(ddp)), config, arrivals)
 
-    def _num_arrivals(
+    def _arrivals_in_first_steps(
         self,
         buckets: Sequence[Sequence[ParameterIndex]],
         num_arrivals: Mapping[ParameterIndex, int] | None,
@@ -273,8 +274,8 @@ class Change:
 
         A Reducer forms its buckets from the order of arrival in its first steps. `pass_first_steps`
         takes those, with gradients that arrive bucket by bucket: each once, or, with a static
-        graph, as often as in a step of the training. None if the Reducer takes its first steps in
-        training.
+        graph, as often as in a step of the training, which is `num_arrivals`. None if the Reducer
+        takes its first steps in training.
         """
         # A Reducer that looks for unused parameters keeps the buckets that it is made with.
         if not follows_arrival_order(self._ddp):
@@ -283,7 +284,7 @@ class Change:
         if not self._ddp.static_graph:
             return dict.fromkeys(arrival, 1)
         if num_arrivals is None:
-            return None
+            return None  # DDP has yet to learn it
         return {index: num_arrivals[index] for index in arrival if index in num_arrivals}
 
     def make(self, formation: Formation) -> list[torch.Tensor | None]:
@@ -310,6 +311,7 @@ class Change:
         gradients: list[torch.Tensor | None] = []
         arriving = formation.num_arrivals or {}
         for tensor, parameter in self._reduced.items():
+            # One that arrives may be without a gradient: `autograd.Function`s may return None.
             is_used = parameter.index in arriving and parameter.index in self._has_gradient
             gradients.append(torch.zeros_like(tensor) if is_used else None)
         return gradients
@@ -396,7 +398,7 @@ def pass_first_steps(
             give the ranks' average.
     """
     reducer = names.REDUCER.get(ddp)
-    arrive = names.AUTOGRAD_HOOK.get(reducer)
+    arrive = names.AUTOGRAD_HOOK.get(reducer)  # autograd calls it when a gradient is accumulated
     begin_backward = names.PREPARE_FOR_BACKWARD.get(reducer)
     tensors = list(reducer_parameters(ddp))
     gradients = [tensor.grad for tensor in tensors]
@@ -410,6 +412,8 @@ def pass_first_steps(
         for tensor, zeros in zip(tensors, gradients_of_zeros, strict=True):
             tensor.grad = zeros
         if ddp.static_graph:
+            # `prepare_reducer` counts a forward. By that count, which matters with a static graph
+            # alone, the Reducer tells the first backward from the second.
             prepare_reducer(ddp)
             begin_backward([])
             arrive_all()  # they are counted

@@ -12,14 +12,16 @@ from ddpopt._torch import names
 _OVERLOAD, _PACKET = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 RUNNING_AVERAGES = ("running_mean", "running_var")
 # Batch norms that do not write to their running averages have names that end so.
-_READS_AVERAGES = ("_functional", "_no_training", "_no_update", "_backward")
+_ENDINGS_OF_ONLY_READING = ("_functional", "_no_training", "_no_update", "_backward")
 
 
 def written_arguments(target: object, name: str) -> set[tuple[int | None, str]]:
     """The positions (None: keyword only) and names of the arguments that an operator writes to.
 
-    `target` is the operator, or else it is ATen's operator `name`. All overloads count if it is not
-    known which is called. Running averages count too, although schemas do not declare them.
+    `target` is what a call calls. If that is a function or a method instead of an operator, the
+    operator is taken to be ATen's that has this `name`; if there is none, nothing is written to.
+    All overloads count if it is not known which is called. Running averages count too, although
+    schemas do not declare them.
     """
     if isinstance(target, _OVERLOAD):
         overloads = [target]
@@ -41,7 +43,7 @@ _writes: dict[Any, tuple[tuple[int | None, str], ...]] = {}
 
 def _find_writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
     """The arguments to which the overload with this schema writes, as in `written_arguments`."""
-    only_reads_averages = schema.name.endswith(_READS_AVERAGES)
+    only_reads_averages = schema.name.endswith(_ENDINGS_OF_ONLY_READING)
     return tuple(
         (None if argument.kwarg_only else position, argument.name)
         for position, argument in enumerate(schema.arguments)
@@ -101,14 +103,14 @@ def is_view(target: object) -> bool:
 # Parts of the names of ATen's operators: of those in the tables of Inductor's pass `reinplace`,
 # torch 2.11 to 2.15, and of operators that the pass or a decomposition turns into one of these.
 # tests/split/test_facts.py compares.
-_MAY_BECOME_IN_PLACE = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
+_PARTS_OF_IN_PLACE_NAMES = ("scatter", "index_put", "_foreach_", "_philox_", "_scaled_addmm")
 
 
 def may_become_in_place(target: object) -> bool:
     """Whether Inductor may have a call write to an input, if nothing reads that any more."""
     library = namespace_of(target)
     if library == "aten":
-        return any(part in str(target) for part in _MAY_BECOME_IN_PLACE)
+        return any(part in str(target) for part in _PARTS_OF_IN_PLACE_NAMES)
     # Triton kernels, which are higher-order, and functional collectives have in-place forms.
     return is_higher_order(target) or (library or "").endswith("c10d_functional")
 

@@ -21,7 +21,7 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """
     plain = torch.optim.SGD([torch.empty(0)])
     if not (names.STEP_HOOKS.is_in(plain) and names.IS_HOOKED.is_in(type(plain).step)):
-        return True  # this torch does it some other way, and the first steps will show
+        return True  # this torch calls hooks some other way, and is trusted to call them
     return names.STEP_HOOKS.is_in(optimizer) and names.IS_HOOKED.is_in(type(optimizer).step)
 
 
@@ -29,7 +29,8 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """The leaves of nested containers by their path, such as `['a'][0]`, and their structure.
 
     What is no container that torch knows is a leaf. `unflatten` makes containers like these of the
-    structure. (To send it, send containers: torch 2.13 warns where a structure is unpickled.)
+    leaves and the structure. (To send a structure to another process, send containers that have
+    it: torch 2.13 warns where a structure itself is unpickled.)
     """
     leaves, structure = names.FLATTEN.get()(tree)
     text_of = names.PATH_TEXT.get()

@@ -217,7 +217,8 @@ def _required_tensors(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
 def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Unfreeze parameters in this block; a frozen one has no node that accumulates its gradient.
 
-    The Reducer keeps the nodes of all that it reduces, so they stay the same as training goes on.
+    The Reducer keeps the nodes of all that it reduces, so that each parameter's node stays the same
+    one as training goes on.
     """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
@@ -257,8 +258,8 @@ def accumulate_nodes(result: torch.Tensor) -> list[Any]:
 
 def gradient_hooks(leaf: torch.Tensor) -> list[dict[int, Any]]:
     """The hooks of a leaf that a backward calls, in dictionaries that may be written to."""
-    rows = (names.TENSOR_HOOKS, names.ACCUMULATED_HOOKS)
-    return [hooks for row in rows if (hooks := row.get(leaf)) is not None]
+    hook_dicts = (names.TENSOR_HOOKS, names.ACCUMULATED_HOOKS)
+    return [hooks for hook_dict in hook_dicts if (hooks := hook_dict.get(leaf)) is not None]
 
 
 def keep_parameters(

@@ -92,7 +92,8 @@ def ask_buckets(ddp: DistributedDataParallel) -> TensorsOfBuckets | None:
     """
     ask, mode = names.ZEROS_LIKE_BUCKETS.get(names.REDUCER.get(ddp)), names.FAKE_TENSOR_MODE.get()
     try:
-        with mode(allow_non_fake_inputs=True):  # else it would allocate all buckets again
+        # The Reducer makes zeros of each bucket's size: fake ones, which take no memory.
+        with mode(allow_non_fake_inputs=True):
             return tuple(tuple(bucket.parameters()) for bucket in ask())
     except RuntimeError:
         return None
@@ -103,7 +104,7 @@ def has_unfinished_reduction(ddp: DistributedDataParallel) -> bool:
     check = names.CHECK_FINALIZED.get(names.REDUCER.get(ddp))
     try:
         check()
-    except RuntimeError:  # its answer, meant for users
+    except RuntimeError:  # what users would see: that the last reduction is unfinished
         return True
     return False
 

@@ -88,7 +88,7 @@ def queue_callback() -> Callable[[Callable[[], None]], None]:
 
 def run_in_backward(call: Callable[[], None]) -> None:
     """Run a backward, in this thread, that does nothing but call a function."""
-    with torch.enable_grad():
+    with torch.enable_grad():  # the caller may have switched it off
         # On the CPU, since autograd has threads of its own for other devices.
         root = torch.zeros((), device="cpu", requires_grad=True)
         root.register_hook(lambda _gradient: call())  # type: ignore[no-untyped-call]

@@ -19,7 +19,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     It may come again when no tensor has the memory any more.
     """
     try:
-        return id(tensor.untyped_storage())  # torch makes one such object for each memory
+        # torch makes one such object for each memory, and keeps it as long.
+        return id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None  # sparse and other storage-less layouts
 

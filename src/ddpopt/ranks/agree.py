@@ -80,7 +80,7 @@ def gather_distinct(
     """
     group = group or ddp.process_group
     digest = hashlib.sha256(repr(value).encode()).digest()
-    digests = [digest] * group.size()
+    digests = [digest] * group.size()  # to be overwritten by the ranks' own
     ranks_by_digest: dict[bytes, list[int]] = {}
     with communicating(what), _on_device(ddp):
         dist.all_gather_object(digests, digest, group=group)

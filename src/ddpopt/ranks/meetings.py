@@ -93,6 +93,7 @@ def monitored_block(
             f"{name}: more ranks are in it than the group has ({store.size}): its store has values "
             "of an earlier group; make the process group with a store of its own"
         )
+    # Each sign of life is another text, by which the others see that it is new.
     signs = (f"{phase}\n{number}" for number in itertools.count())
     with contextlib.ExitStack() as living:
         living.enter_context(store.writing(own_sign, signs, silence_s / _BEATS))
@@ -108,7 +109,7 @@ def monitored_block(
                     "look at its log",
                 )
             raise
-        # `living` too, since a rank that has left, and does not watch the others, ends its signs.
+        # It gets `living`, by which a rank ends its signs where it is done and watches nobody.
         answer = _leave(store, own_sign, living)
     if answer != _GO:
         raise PeerError(f"{name}: {answer}")
@@ -130,7 +131,7 @@ def _leave(store: GroupStore, own_sign: str, living: contextlib.ExitStack) -> st
     if watching == store.rank:
         # This rank goes on writing signs, by which the others see that somebody watches.
         return _wait(store, _Watch(store))
-    living.close()
+    living.close()  # first, since one more sign would overwrite `_DONE`
     store.set(own_sign, _DONE)
     return _wait(store, _WatchOfOne(store, watching))
 
@@ -293,6 +294,8 @@ class JointDecision:
     def _find_answer(self) -> str:
         """The answer, as soon as this rank has one or the store has."""
         store = self._store
+        # All announce themselves before a collective that precedes this call. So whoever has not
+        # was not in that collective, and is not waited for.
         if store.read_count(_ANNOUNCED) < store.size:
             if answer := store.find(_ANSWER):
                 return answer
@@ -300,13 +303,14 @@ class JointDecision:
             # The absent rank may have announced itself since, one step late.
             who = name_ranks(absent) if absent else "another rank"
             return store.set_first(_ANSWER, f"{who} did not begin it in the same step")
-        store.set(f"{_CAME}/{store.rank}", "")
+        store.set(f"{_CAME}/{store.rank}", "")  # before it is counted, or it could seem late
         if store.count(_CAME) == store.size:
             return store.set_first(_ANSWER, _GO)
         if answer := self._wait():
             return answer
         own = str(store.rank)
-        # The first rank here looks up who is late; the others wait once more for its answer.
+        # `limit_s` is over. The first rank here looks up who is late; the others wait once more,
+        # for its answer.
         if store.set_first(_CLOSING, own) != own and (answer := self._wait()):
             return answer
         late = self._find_missing(_CAME)

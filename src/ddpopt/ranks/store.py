@@ -146,7 +146,8 @@ class _Connection:
             is_connected = connect.error is None
             answer = _answer_of(question.call, connect.value) if is_connected else connect
             question.answers.put(answer)
-            del question, answer  # they may hold what is to end with its owner
+            # They would keep alive, until the next question, whatever the call refers to.
+            del question, answer
 
     def _seconds_to_next_sign(self) -> float | None:
         due_s = [sign.due_s for sign in list(self.signs.values())]
@@ -191,6 +192,7 @@ def _connection_of(group: dist.ProcessGroup) -> tuple[_Connection, bool]:
         return connection, False
     connection = _Connection(_torch.store_of(group))
     _connections[group] = connection
+    # Not as Python exits, when `atexit` functions may still meet: a daemon's thread ends by itself.
     weakref.finalize(group, connection.close).atexit = False
     return connection, True
 
