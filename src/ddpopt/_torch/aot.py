@@ -189,6 +189,7 @@ def aot_inductor(compiler: CompilerFn) -> AOTCompilerFn:
                 values: Any = output.args[0]
                 # Inductor keeps the strides of these; the next section relies on them.
                 output.meta[names.STRIDES_KEPT.text] = list(range(len(values)))
+                # By `origins`: the whole backward's input that each of the section's is, or None.
                 static = [i for i, origin in enumerate(origins) if origin in static_inputs]
                 own_options = {**options, names.STATIC_INPUTS.text: static}
                 return compile_inner(section, section_inputs, **own_options)
@@ -315,11 +316,11 @@ def aot_eager(gm: fx.GraphModule, inputs: list[Any], cutting: CutsBackward) -> A
 def _cut_backward_settings(key: str | None) -> Iterator[None]:
     """The settings with which a graph is compiled whose backward is cut.
 
-    Backward is compiled at once, with the forward: when that first runs it makes the gates in which
-    sections of the backward are to run. With a `key`, see `CutsBackward.cache_key`, AOTAutograd
-    searches its cache for a backward that was cut with that key, and stores the whole result in one
-    entry. Without one AOTAutograd stores nothing and searches for nothing; Inductor's cache of
-    compiled sections stays on.
+    The backward is compiled with the forward, not when it first runs: a run of the forward makes
+    the gates of the backward's sections, and needs these. With a `key`, see
+    `CutsBackward.cache_key`, AOTAutograd searches its cache for a backward that was cut with that
+    key, and stores the whole result in one entry. Without one AOTAutograd stores nothing and
+    searches for nothing; Inductor's cache of compiled sections stays on.
     """
     if key is None:
         caches = (names.AUTOGRAD_CACHE, names.REMOTE_AUTOGRAD_CACHE, names.BUNDLED_AUTOGRAD_CACHE)

@@ -111,6 +111,7 @@ def check_names_for_tuning(ddp: DistributedDataParallel) -> None:
 
     The tuner asks as it starts, when it can still do without; in a step the other ranks would wait.
     """
+    # What rows say of the kind of object that has their name.
     of_ddp, of_reducer = names.REDUCER.owner, names.PREPARE_FOR_FORWARD.owner
     for row in names.TABLE:
         if row.need is names.Need.REBUCKET and row.is_expected:
@@ -232,7 +233,7 @@ class Change:
         for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
             row.get(names.REDUCER.get(ddp))
         self._ddp = ddp
-        self._hooks = possible_hooks(ddp)
+        self._hooks = possible_hooks(ddp)  # one or none, as nothing about it is unknown
         if any(hook.hook is None for hook in self._hooks):  # as `register_hook` will
             names.REGISTER_BUILTIN_HOOK.get(ddp)
         self._reduced = reducer_parameters(ddp)

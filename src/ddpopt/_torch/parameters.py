@@ -38,8 +38,8 @@ class _Reduced(NamedTuple):
 
 # The parameters of each Reducer, in its order. Plans made at different times have to speak of the
 # same parameters, so names stay, whatever the module calls them later. Each ends with its Reducer.
-_reduced: weakref.WeakKeyDictionary[Any, tuple[_Reduced, ...]]
-_reduced = weakref.WeakKeyDictionary()
+_parameters_of: weakref.WeakKeyDictionary[Any, tuple[_Reduced, ...]]
+_parameters_of = weakref.WeakKeyDictionary()
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
@@ -52,20 +52,20 @@ def reducer_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Param
         TorchDriftError: it is not known in which order the Reducer has them.
     """
     reducer = names.REDUCER.get(ddp)
-    if reducer in _reduced:
-        return _describe(_reduced[reducer])
+    if reducer in _parameters_of:
+        return _describe(_parameters_of[reducer])
     buckets = ask_buckets(ddp)
     if buckets is None:
         # Taken to be those that require gradients now. Not kept, so the Reducer is asked next time.
-        trained = _required_tensors(ddp)
-        return _describe(_with_names(ddp, _kept_order(ddp, trained) or trained))
-    _reduced[reducer] = tuple(_with_names(ddp, _reducers_order(ddp, buckets)))
-    return _describe(_reduced[reducer])
+        trained = _tensors_to_reduce_now(ddp)
+        return _describe(_with_names(ddp, _order_of_construction(ddp, trained) or trained))
+    _parameters_of[reducer] = tuple(_with_names(ddp, _reducers_order(ddp, buckets)))
+    return _describe(_parameters_of[reducer])
 
 
 def trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, Parameter]:
     """The parameters that the Reducer would reduce if it were made now."""
-    return _describe(_with_names(ddp, _required_tensors(ddp)))
+    return _describe(_with_names(ddp, _tensors_to_reduce_now(ddp)))
 
 
 def trains_any(ddp: DistributedDataParallel) -> bool:
@@ -88,7 +88,7 @@ def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.
 
     They are in the module's order, by which their indices go too; those that left it come last.
     """
-    wanted = dict.fromkeys([*reducer_parameters(ddp), *_required_tensors(ddp)])
+    wanted = dict.fromkeys([*reducer_parameters(ddp), *_tensors_to_reduce_now(ddp)])
     ordered = [tensor for tensor in ddp.module.parameters() if tensor in wanted]
     return _describe(_with_names(ddp, dict.fromkeys([*ordered, *wanted])))
 
@@ -166,20 +166,20 @@ def _reducers_order(
     if is_initial and len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
         # Of one dtype and device they are filled in the list's order, and then reversed.
         return [tensor for bucket in reversed(buckets) for tensor in bucket]
-    orders = [_kept_order(ddp, members), _in_order(_required_tensors(ddp), members)]
-    for order in orders:
+    constructed = _order_of_construction(ddp, members)
+    for order in (constructed, _in_order(_tensors_to_reduce_now(ddp), members)):
         if order is not None and _could_be_formed(buckets, order):
             return order
-    if not is_initial and orders[0] is not None:
+    if not is_initial and constructed is not None:
         # Rebuilt a moment ago, and not logged yet: `final_buckets` compares it with the log.
-        return orders[0]
+        return constructed
     raise TorchDriftError(
         "a Reducer has other parameters than the module in DistributedDataParallel, or in another "
         "order: make the DDP module after the last change of its parameters"
     )
 
 
-def _kept_order(
+def _order_of_construction(
     ddp: DistributedDataParallel, members: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
     """Return `members` in the order in which DDP's constructor found them; None if it lacks one."""
@@ -207,7 +207,7 @@ def _could_be_formed(buckets: TensorsOfBuckets, order: Sequence[torch.Tensor]) -
     return all(bucket == sorted(bucket) for bucket in indices) and firsts == sorted(firsts)[::-1]
 
 
-def _required_tensors(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
+def _tensors_to_reduce_now(ddp: DistributedDataParallel) -> Sequence[torch.Tensor]:
     """Return what a Reducer that is made now would reduce, in its order."""
     parameters: Sequence[torch.Tensor] = names.BUILD_PARAMS.get(ddp)()[0]
     return parameters
@@ -269,7 +269,7 @@ def keep_parameters(
 
     Nothing has to be asked of the Reducer then, or to be guessed.
     """
-    _reduced[reducer] = tuple(
+    _parameters_of[reducer] = tuple(
         _Reduced(tensor, parameter.name, parameter.is_sparse)
         for tensor, parameter in zip(tensors, parameters, strict=True)
     )
