@@ -62,8 +62,8 @@ def watch_ddp_forward(
     if hasattr(original, "ddpopt_replaces"):
         return
     # `calls_users_code`: Dynamo compiles what the new method calls as if the method were not there.
-    # The lambdas get the DDP module, then the three fields of `Forward`; its `callback` is found by
-    # calling what FRAME_CALLBACK is.
+    # The lambdas get the DDP module and the three fields of `Forward`, of which `callback` is what
+    # the function FRAME_CALLBACK returned.
     run_ddp_forward = calls_users_code(
         _traced.around_ddp_forward(
             original,

@@ -94,7 +94,7 @@ def control_flow_exceptions() -> tuple[type[BaseException], ...]:
     # Asked while another exception is handled, which a TorchDriftError would hide.
     with names.doing_without(names.Need.ERRORS):
         own_types = (names.SKIP_FRAME.get(), names.RESTART_ANALYSIS.get(), names.UNSUPPORTED.get())
-        # And those of fake tensors, at which Dynamo breaks the graph.
+        # And the errors of fake tensors at which Dynamo breaks the graph.
         return (*own_types, *names.ALLOWED_FALLBACKS.get())
     return ()  # a name is missing
 

@@ -86,7 +86,7 @@ def hide_from_dynamo() -> None:
     """
     with names.doing_without(names.Need.HIDE):
         _hide_from_tracing()
-    with names.doing_without(names.Need.HIDE):  # also if the first half has missed a name
+    with names.doing_without(names.Need.HIDE):  # done even if the other lacked a name
         _hide_frames()
 
 

@@ -186,7 +186,7 @@ def replace_reducer(
         except Exception as error:
             try:
                 gradients = change.make(change.before)
-                if are_together:
+                if are_together:  # else it takes its first steps in training, as any new Reducer
                     change.pass_known_first_steps(change.before, gradients)
                 change.register_hook()
             except Exception as failure:
@@ -230,8 +230,8 @@ class Change:
         if unknown := find_unknown_hook(ddp):
             raise PlanError(unknown)
         # Names that are needed of the new Reducer, looked up on the present one.
-        for row in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
-            row.get(names.REDUCER.get(ddp))
+        for method in (names.AUTOGRAD_HOOK, names.PREPARE_FOR_BACKWARD, names.REBUILD_BUCKETS):
+            method.get(names.REDUCER.get(ddp))
         self._ddp = ddp
         self._hooks = possible_hooks(ddp)  # one or none, as nothing about it is unknown
         if any(hook.hook is None for hook in self._hooks):  # as `register_hook` will
