@@ -211,7 +211,7 @@ class _Watch:
         self._report_s = time.monotonic() + _REPORT_S
 
     def look(self) -> str:
-        """What is wrong, "" for nothing; it is told now and then for whom ranks wait."""
+        """What is wrong, "" for nothing; now and then a warning says which ranks are missing."""
         store = self._store
         asked_s = time.monotonic()
         # Signs are read only when all are there: a store waits for values that are missing.
