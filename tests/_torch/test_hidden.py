@@ -199,6 +199,19 @@ def test_a_users_function_that_ours_calls_is_compiled(
     assert _graphs_around(function) == 3
 
 
+def test_a_function_may_be_marked_after_its_code_was_found(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the method that replaces DDP's is, at the first compile."""
+    function = _function_in(ROOT / "backend.py")
+    hidden._calling_users.discard(function.__code__)  # it equals what the test above marks
+    _import_late(monkeypatch, function)
+    assert _graphs_around(function) == 2
+    _torch.calls_users_code(function)
+    _torch.hide_from_dynamo()
+    assert _graphs_around(function) == 3
+
+
 def test_importing_ddpopt_changes_nothing_in_dynamo() -> None:
     """Only a call that registers hooks hides ddpopt, and replaces nothing of Dynamo's."""
     code = """

@@ -73,7 +73,9 @@ _CONTAINERS_AND_WRAPPERS = (
 
 def calls_users_code(function: _Function) -> _Function:
     """Let Dynamo compile what this function of ours calls; see [Note: hidden code]."""
-    _calling_users.add(function.__code__)
+    if function.__code__ not in _calling_users:
+        _calling_users.add(function.__code__)
+        _searched.clear()  # or `hide_from_dynamo` would keep what it took the code for
     return function
 
 
