@@ -76,7 +76,8 @@ def which_buckets(graph: DynamoGraph, lateness: Mapping[ParameterIndex, float]) 
         to_cut_at = known_buckets(graph.reduced, expected, rules)
     elif graph.ddp_state.goal is not Goal.IN_FORCE:
         # A search; or a plan, and modules share the graph: nobody knows which module's part of the
-        # plan the graph has to serve, so it is cut finely, for any.
+        # plan the graph has to serve, so it is cut finely, for any. No Reducer has what is
+        # predicted from a shared graph alone (`in_force`), so there the order of arrival counts.
         source = Source.SEARCHED
         in_order = [parameter for bucket in in_force for parameter in bucket.parameters]
         to_cut_at = fine_buckets(arrival_here if is_shared else in_order)
