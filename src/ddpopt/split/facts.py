@@ -633,8 +633,7 @@ def _memory_of_epilogue_copy(node: fx.Node, reachable: ReachableMemory) -> Memor
     # A call whose result is used does more than to write.
     if node.target is not torch.ops.aten.copy_.default or node.users:
         return None
-    target = node.args[0]
-    return reachable.find(target) if isinstance(target, fx.Node) else None
+    return reachable.find(node.all_input_nodes[0])  # the first of these is what it writes to
 
 
 def _observable_calls(
