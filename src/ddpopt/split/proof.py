@@ -398,7 +398,8 @@ def _require_whole_nodes(
     def node_of(call: fx.Node) -> Hashable | None:
         """The autograd node that made a call; None if that is not known, and nothing is required.
 
-        So it is for a call with the Functions' number and no mark.
+        So it is for a call with the highest number and no mark. In a graph without Functions that
+        is a call of one other node, of which nothing is required either.
         """
         function = function_of(call)
         if function is not None:
@@ -409,9 +410,10 @@ def _require_whole_nodes(
     last_section: dict[Hashable, SectionIndex] = {}
     for event in whole.events:
         call = event.node
-        if call.target is torch.ops.aten.copy_.default and isinstance(call.args[1], fx.Node):
-            # AOTAutograd added this write to an argument: the node is that which made the value.
-            call = _maker_of(call.args[1])
+        if call.target is torch.ops.aten.copy_.default:
+            # AOTAutograd added this write to an argument: the node is that which made the value,
+            # the copy's last input.
+            call = _maker_of(call.all_input_nodes[-1])
         node = node_of(call)
         last_section[node] = max(ran_in[event.what], last_section.get(node, _FIRST_SECTION))
 
@@ -656,8 +658,8 @@ class _Program:
             call = ("effect", len(self.effects))
             self.events.append(_Event(call, node, self.section))
         elif not {m for value in read for m in value.memory}.issuperset(memory):
-            # It is no view: a view reads nothing, and may be made by each section, as may constants
-            # and numbers, see [Note: proof].
+            # It has new memory, so it is no view: a view reads nothing, and may be made by each
+            # section, as may constants and numbers, see [Note: proof].
             self._note_reads(self.number(call), node, read)
             is_constant = not read and name_of(node).partition(".")[0] in _CONSTANTS
             is_number = isinstance(_torch.aten_value(node), _NUMBERS)
