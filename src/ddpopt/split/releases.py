@@ -153,7 +153,7 @@ def _mark_functions(
             sources = [argument_of[n] for n in node.all_input_nodes if n in argument_of]
             arguments_of[number] = frozenset(sources)
             _forward, backward, *_ = graphs
-            # With the graphs that calls of the backward run.
+            # With the graphs that the backward's calls run; autograd records none of the forward's.
             for graph in (m.graph for m in backward.modules() if isinstance(m, fx.GraphModule)):
                 for call in graph.nodes:
                     _torch.set_mark(call, _FUNCTION_MARK, number)
