@@ -146,8 +146,8 @@ def choose_forward_sections(facts: ForwardFacts, buckets: Sequence[Bucket]) -> t
     legal = [Position(0)]
     legal += [p for p, is_legal in numbered(Position, facts.legal_bounds) if is_legal]
     wanted: set[Position] = set()
-    # None in front of the first of these uses, to which backward comes last: what it runs after
-    # that use completes no bucket.
+    # No boundary in front of the first of these uses, to which backward comes last: what it runs
+    # after that use completes no bucket.
     for use in completing_uses[1:]:
         wanted.add(_last_bound_in_front_of(use, legal))
     wanted.update(_bounds_behind_collectives(facts, legal))
@@ -322,7 +322,8 @@ def choose_backward_sections(
         section_of.update(dict.fromkeys(part.parameters, completed_in))
         released_in.update(dict.fromkeys(part.arguments, completed_in))
     _require_order_of_collectives(facts, order, bounds, released_in)
-    # Of equally late gradients that of the parameter registered last, as `order_arrival` has it.
+    # Sections list parameters as their gradients arrive; of equally late ones that of the parameter
+    # registered last comes first, as `order_arrival` has it.
     arrival = sorted(section_of, key=lambda p: (final[p.index], -p.index))
     sections = make_sections(
         bounds,
@@ -603,6 +604,7 @@ def _positions_of_other_releases(
     on the gradient could tell of or write the memory of: the observable calls whose places are in
     front of its release. It is 0 for a gradient that waits for no call.
     """
+    # Of all but views and constants: these make no gradient, and no hook can tell of them.
     position_of = {call: position for position, call in numbered(Position, order)}
     # For each k: the position by which the first k observable calls, by their places, have run.
     observable = sorted(facts.observable_calls, key=facts.observable_calls.__getitem__)
@@ -697,7 +699,7 @@ def _bound_costs(facts: BackwardFacts, order: Sequence[Call]) -> list[_BoundCost
     for position, call in numbered(Position, order):
         for source, tie in facts.reads[call].items():
             last_use[source] = position
-            if tie in _FUSED:
+            if tie in _FUSED:  # FUSED or UNROUNDED
                 last_fused[source] = position
             if tie is Tie.UNROUNDED:
                 add(rounded, source, position, 1)
