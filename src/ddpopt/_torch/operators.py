@@ -57,7 +57,7 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, names.HIGHER_ORDER.get())
 
 
-def runs_graphs(name: str) -> bool:
+def only_runs_graphs(name: str) -> bool:
     """Whether a higher-order operator does nothing but run the graphs that it is given."""
     return name in names.RUNNING_GRAPHS.text.split()
 

@@ -69,7 +69,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.is_impure():
         return False
     if _torch.is_higher_order(node.target):
-        return _torch.runs_graphs(name) and all(map(is_pure, _calls_of_graphs(node)))
+        return _torch.only_runs_graphs(name) and all(map(is_pure, _calls_of_graphs(node)))
     is_stateful = _torch.changes_state(name) or _draws(name)
     return _is_local_function(node.target) and not is_stateful
 
@@ -99,8 +99,8 @@ def may_communicate(node: fx.Node) -> bool:
     elif _torch.is_higher_order(node.target):
         # It runs graphs, or one operator, which is among its arguments (`run_with_rng_state`).
         libraries = {_torch.namespace_of(argument) for argument in leaves(node.args)} - {None}
-        # One that is given no operator, and is not known to run graphs alone, may do anything.
-        is_local = bool(libraries) or _torch.runs_graphs(name_of(node))
+        # One that is given no operator, and may do more than to run graphs, may do anything.
+        is_local = bool(libraries) or _torch.only_runs_graphs(name_of(node))
         is_local &= libraries <= _LOCAL_LIBRARIES
         is_local &= not any(map(may_communicate, _calls_of_graphs(node)))
     else:
@@ -380,6 +380,7 @@ def find_written_memory(graph: fx.Graph) -> list[WrittenMemory]:
     inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
     for node in (*inputs, *calls):
         position = position_of.get(node, -1)
+        # An input can have such a name too, in a graph that an operator runs: it has no inputs.
         if name_of(node) in _VIEWS_OR_COPIES and node.all_input_nodes:
             sources = keys_of(node.all_input_nodes[0])
             counts_as.update((key, source) for key in storage_keys(node) for source in sources)
