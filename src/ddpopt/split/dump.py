@@ -150,8 +150,8 @@ def find_crossings(
     """The values that sections hand to later ones, each with the sections that make and read it.
 
     Between sections a value has a key: its slot in a backward, its name in a stitched forward. One
-    section has it among its outputs. Each section's inputs are given by their keys, each once; inputs
-    of the graph, which no section makes, may be among them.
+    section has it among its outputs. Each section's inputs are given by their keys, once each; some
+    may be inputs of the graph, which no section makes.
     """
     readers: dict[Any, list[SectionIndex]] = {}
     for section, keys in numbered(SectionIndex, inputs_of_sections):

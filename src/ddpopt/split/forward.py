@@ -371,8 +371,8 @@ class _CompilingSections(fx.Interpreter):
             )
             self.compiled[target] = report_runs(compiled, Label(self._graph, index))
             # The first call of compiled code returns fake tensors, with Inductor's strides: it is
-            # made here, not by a training step. Where it returns parts of a composite tensor, and so
-            # more than the section, its outputs are of no use: `call_first` then returns None.
+            # made here, not by a training step. Where it returns parts of a composite tensor, and
+            # so more than the section, its outputs are of no use: `call_first` then returns None.
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)
