@@ -253,12 +253,12 @@ class DDPState:
         """
         ddp, rules = self._module(), self._rules
         now = (_torch.follows_arrival_order(ddp), self.is_provisional)
-        if rules is None or (rules.is_rebuilt, rules.is_provisional) != now:
-            is_rebuilt, is_provisional = now
+        if rules is None or (rules.follows_arrival, rules.is_provisional) != now:
+            follows_arrival, is_provisional = now
             rules = self._rules = ReducerRules(
                 # New limits count once somebody says so, see `recompile_by_new_limits`.
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
-                is_rebuilt=is_rebuilt,
+                follows_arrival=follows_arrival,
                 is_provisional=is_provisional,
                 arrives_last=_torch.awaiting_delayed(ddp),  # whose hooks reduce the delayed ones
             )
