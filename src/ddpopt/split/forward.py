@@ -378,9 +378,9 @@ class _CompilingSections(fx.Interpreter):
             outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs
-        # Without outputs from a first call, as from any of an inner compiler without AOTAutograd,
-        # the section's graph is run. Hooks around the compile, such as a checkpoint's, must not see
-        # what a fake run saves; autograd calls only the innermost.
+        # Without outputs from a first call (none comes without AOTAutograd either), the section's
+        # graph is run. Hooks around the compile, such as a checkpoint's, must not see what a fake
+        # run saves; autograd calls only the innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
         with self._fake_mode, unseen:
             return section(*args)
