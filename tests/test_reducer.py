@@ -63,20 +63,20 @@ def test_buckets_equal_those_of_the_reducers_own_function(
     case: tuple[list[torch.Tensor], list[bool], list[int], bool],
 ) -> None:
     """Orders are those of arrival and of registration, with dtypes, sparse gradients and caps."""
-    tensors, sparse, caps, is_rebuilt = case
+    tensors, sparse, caps, follows_arrival = case
     parameters = [_parameter(i, t, s) for i, (t, s) in enumerate(zip(tensors, sparse, strict=True))]
-    arrival = list(reversed(parameters)) if is_rebuilt else parameters
-    rules = ReducerRules(caps_bytes=tuple(caps), is_rebuilt=is_rebuilt)
+    arrival = list(reversed(parameters)) if follows_arrival else parameters
+    rules = ReducerRules(caps_bytes=tuple(caps), follows_arrival=follows_arrival)
     predicted = predict_buckets(arrival, rules)
-    indices = [p.index for p in arrival] if is_rebuilt else []
+    indices = [p.index for p in arrival] if follows_arrival else []
     # With sparse gradients, which `assigned_by_torch` has no argument for.
     real, _ = dist._compute_bucket_assignment_by_size(
         [tensors[p.index] for p in arrival], caps, sparse, indices
     )
-    if not is_rebuilt:
+    if not follows_arrival:
         real.reverse()  # as DistributedDataParallel does
     assert [[p.index for p in bucket.parameters] for bucket in predicted] == real
-    if is_rebuilt:
+    if follows_arrival:
         # Each group, such as a dtype, goes through the limits by itself.
         assert known_buckets(parameters, real, rules) == predicted
 

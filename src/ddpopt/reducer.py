@@ -46,14 +46,14 @@ class ReducerRules:
     """How a Reducer forms buckets.
 
     `caps_bytes` are the limits: the k-th for the k-th bucket of its group, the last one for all
-    further ones. `is_rebuilt` says whether buckets follow the arrival order (see
+    further ones. `follows_arrival` says whether it rebuilds buckets in the order of arrival (see
     [Note: buckets]). `is_provisional` says that they are about to be replaced by better ones.
     `arrives_last` are parameters, by index, whose gradients have to arrive last: when one arrives,
     DDP reduces gradients of further parameters, which are in no bucket and have to be final then.
     """
 
     caps_bytes: tuple[int, ...]
-    is_rebuilt: bool
+    follows_arrival: bool
     is_provisional: bool = False
     arrives_last: tuple[ParameterIndex, ...] = ()
 
@@ -77,7 +77,7 @@ def predict_buckets(arrival: Sequence[Parameter], rules: ReducerRules) -> tuple[
     `arrival` holds every parameter of the Reducer in the order in which gradients will become
     final in the first backward.
     """
-    if rules.is_rebuilt:
+    if rules.follows_arrival:
         return number_buckets(_fill(arrival, rules.caps_bytes))
     registered = sorted(arrival, key=lambda parameter: parameter.index)
     closed = _fill(registered, rules.caps_bytes)
@@ -93,8 +93,8 @@ def known_buckets(
     """Buckets that the Reducer has, had or will be given, from the indices of their parameters.
 
     They are in launch order, which is the order in which those of a group were closed. LIMIT: DDP
-    launches the buckets of its construction last first, so if these stay (`is_rebuilt` is false) a
-    bucket may be shown with the limit of another one.
+    launches the buckets of its construction last first, so if these stay (`follows_arrival` is
+    false) a bucket may be shown with the limit of another one.
     """
     by_index = {parameter.index: parameter for parameter in parameters}
     closed: list[tuple[list[Parameter], int]] = []

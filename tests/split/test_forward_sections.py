@@ -42,7 +42,7 @@ def _facts(
 def _buckets(count: int, first_use: dict[int, int], cap: int) -> tuple[Bucket, ...]:
     """Buckets of so many parameters: backward passes the first use of each last."""
     arrival = order_arrival(parameters(count), {i: -use for i, use in first_use.items()})
-    return predict_buckets(arrival, ReducerRules(caps_bytes=(cap,), is_rebuilt=True))
+    return predict_buckets(arrival, ReducerRules(caps_bytes=(cap,), follows_arrival=True))
 
 
 def _reason(facts: ForwardFacts, buckets: tuple[Bucket, ...]) -> Reason:
@@ -74,7 +74,7 @@ def test_cuts_stand_in_front_of_the_use_that_completes_a_bucket() -> None:
 def test_a_bucket_that_waits_for_another_completes_with_it() -> None:
     """Registration-order buckets whose parameters are used out of order: launch order decides."""
     facts = _facts({0: 9, 1: 5, 2: 1})
-    buckets = predict_buckets(parameters(3), ReducerRules(caps_bytes=(10,), is_rebuilt=False))
+    buckets = predict_buckets(parameters(3), ReducerRules(caps_bytes=(10,), follows_arrival=False))
     assert [b.parameters[0].index for b in buckets] == [2, 1, 0]
     assert _reason(facts, buckets) is Reason.COMPLETE_TOGETHER
 

@@ -46,7 +46,7 @@ def _graph(*, is_shared: bool = False, expected: Any = None, **known: Any) -> An
         Parameter(index=index, name=f"p{index}", num_bytes=8, group="float32")  # type: ignore[arg-type]
         for index in range(4)
     ]
-    rules = ReducerRules(caps_bytes=(16,), is_rebuilt=True)
+    rules = ReducerRules(caps_bytes=(16,), follows_arrival=True)
     unknown = {
         "goal": Goal.IN_FORCE if expected is None else Goal.EXPECTED,
         "expected_buckets": expected,

@@ -61,7 +61,7 @@ def add_token(gm: fx.GraphModule, watched: Sequence[Argument]) -> None:
 
 
 def return_token_itself(forward: fx.GraphModule) -> None:
-    """Remove the token's copy from the traced forward, where it would be a kernel of its own.
+    """Remove the token's copy from the traced forward: it would be a kernel of its own.
 
     It is a clone, to which AOTAutograd has traced `end_forward`. The backward is traced by then, so
     the copy has served, see `add_token`.

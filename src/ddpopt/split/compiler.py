@@ -179,7 +179,7 @@ def compile_whole(
         state.note_drift()
     if ddp is None or is_drift:
         # There is no module to run it for; or a runner would need the private names that torch has
-        # moved, so the graph's calls are reported to nobody.
+        # moved, so nobody is told when the graph runs.
         if ddp is not None:
             state.get(ddp).keep(cut, text)
         _log(options, cut, ddp)
@@ -330,6 +330,7 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     if uses_streams(graph.gm.graph):
         # Asked of Dynamo's graph: the traced backward does not show on which stream a call runs.
         raise NotCutError(Reason.STREAMS)
+    # A parameter of any class is plain, and so may be a subclass, which AOTAutograd takes apart.
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     are_plain = all(_torch.is_plain(t) and not _torch.is_subclass(t) for t in tensors)
     # The token is one more input and output, by which autograd will call the sections after the
@@ -492,8 +493,8 @@ class BackwardCutter:
             argument: self.release_order.num_released_before(argument) for argument in made_here
         }
         facts = read_backward(backward, reachable, unwritten, num_released_before)
-        # Unless this graph communicates, without parameters that a graph before it in forward uses
-        # too: their gradients are final in that one's backward, which runs later.
+        # Unless this graph communicates, and so is cut as on other ranks, without parameters that
+        # an earlier graph uses too: their gradients are final in that one's later backward.
         final = final_places(facts, graph.argument_of, graph.final_elsewhere)
         buckets = which_buckets(graph, final)
         order = _order_of_backward(graph, backward, facts)

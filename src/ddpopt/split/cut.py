@@ -79,7 +79,7 @@ class Cut:
     # The Reducer's buckets as predicted, or as known before it told them (`DDPState.keep`). They
     # include parameters of other graphs under the module.
     buckets: tuple[Bucket, ...] = ()
-    # The graph's own parameters, in the order in which their gradients are released.
+    # The parameters whose gradients end in this graph's backward, in the order of their release.
     arrival: tuple[Parameter, ...] = ()
     # Why the graph is compiled whole; None if it has sections.
     fallback: Reason | None = None
@@ -139,9 +139,9 @@ class Cut:
         reached = -1
         for bucket in buckets:
             # The parameters of other graphs are in none of these sections.
-            in_graph = [num_before[p.name] for p in bucket.parameters if p.name in num_before]
-            if in_graph:
-                reached = max(reached, *in_graph)
+            nums_before = [num_before[p.name] for p in bucket.parameters if p.name in num_before]
+            if nums_before:
+                reached = max(reached, *nums_before)
                 completed[reached].append(bucket.index)
         completed_by = {
             section.index: tuple(indices)
@@ -164,7 +164,7 @@ class Cut:
         sections = []
         for section in self.sections:
             names = [parameter_of[n].name for n in section.parameters if n in parameter_of]
-            sections.append(dataclasses.replace(section, parameters=tuple(names)))
+            sections.append(dataclasses.replace(section, parameters=tuple(names), completes=()))
         arrival = tuple(parameter_of[p.name] for p in self.arrival if p.name in parameter_of)
         return dataclasses.replace(
             self, sections=tuple(sections), arrival=arrival, buckets=(), is_shared=True
@@ -177,7 +177,7 @@ class Cut:
         return "\n".join([*lines, *self.section_table()])
 
     def _bucket_table(self) -> list[str]:
-        """The buckets as lines of text, with the section that completes each, `-` if none does."""
+        """The buckets as lines of text, with the section that completes each; `-` if none here."""
         completed_in = {
             bucket: section.index for section in self.sections for bucket in section.completes
         }

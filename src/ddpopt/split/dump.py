@@ -80,7 +80,7 @@ def show(
 def write(gm: fx.GraphModule, cut: Cut, text: MakeText, graphs: Graphs) -> None:
     """Write a cut and graphs to the folder of the compile that Dynamo made `gm` for.
 
-    Called by `show`, and for graphs that stay whole.
+    Called by `show`, and alone for a graph that stays whole: log and trace have it from Dynamo.
     """
     dump_dir = config.dump_dir
     if not dump_dir or dump_dir in _given_up:
@@ -150,12 +150,12 @@ def find_crossings(
     """The values that sections hand to later ones, each with the sections that make and read it.
 
     Between sections a value has a key: its slot in a backward, its name in a stitched forward. One
-    section has it among its outputs. Each section's inputs are given by their keys; inputs of the
-    graph, which no section makes, may be among them.
+    section has it among its outputs. Each section's inputs are given by their keys, once each; some
+    may be inputs of the graph, which no section makes.
     """
     readers: dict[Any, list[SectionIndex]] = {}
     for section, keys in numbered(SectionIndex, inputs_of_sections):
-        for key in dict.fromkeys(keys):
+        for key in keys:
             readers.setdefault(key, []).append(section)
     crossings = []
     for section, outputs in numbered(SectionIndex, outputs_of_sections):

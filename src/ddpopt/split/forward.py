@@ -354,7 +354,10 @@ class _CompilingSections(fx.Interpreter):
         return _torch.to_fake(super().get_attr(target, args, kwargs), self._fake_mode)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Compile the section that this call runs; return the fake values that it returns."""
+        """Compile the section that this call runs; return the fake values that it returns.
+
+        Its arguments are all in `args`: `split_module` makes no keyword arguments.
+        """
         section = self.fetch_attr(target)
         index = len(self.compiled)
         # AOTAutograd is to find this section's float symbols alone (it would make constants of the
@@ -367,17 +370,17 @@ class _CompilingSections(fx.Interpreter):
                 lambda: self._inner(section, list(args)),
             )
             self.compiled[target] = report_runs(compiled, Label(self._graph, index))
-            # The first call of compiled code is made here, with fake tensors, which it would return
-            # to a training step otherwise. Where it returns the parts of a composite tensor, and so
-            # more than the section, its outputs are of no use: `call_first` then returns None.
+            # The first call of compiled code returns fake tensors, with Inductor's strides: it is
+            # made here, not by a training step. Where it returns parts of a composite tensor, and
+            # so more than the section, its outputs are of no use: `call_first` then returns None.
             returned = [n for n in output_values(section) if isinstance(n, fx.Node)]
             has_parts = any(is_composite(_torch.dynamo_value(n)) for n in returned)
             outputs = call_first(compiled, args, has_parts)
             if outputs is not None:
                 return outputs
-        # Without outputs from the compiled section's first call, its graph is run. Hooks around the
-        # compile, such as a checkpoint's, must not see what a fake run saves; autograd calls only
-        # the innermost.
+        # Without outputs from a first call (none comes without AOTAutograd either), the section's
+        # graph is run. Hooks around the compile, such as a checkpoint's, must not see what a fake
+        # run saves; autograd calls only the innermost.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value)
         with self._fake_mode, unseen:
             return section(*args)

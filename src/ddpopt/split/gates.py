@@ -107,7 +107,7 @@ class CompiledSection:
             self._check_unwritten(run)
         values = [run.values[slot] for slot in self.flow.takes]
         for slot in self.flow.drops:
-            run.values[slot] = None
+            run.values[slot] = None  # so that the call, which empties `values`, may free it
         # All casts of the forward are in the graph; `backward()` itself may be called in autocast.
         if self.without_autocast:
             with _torch.no_autocast():
@@ -228,7 +228,7 @@ class Gate(torch.autograd.Function):
             )
         # Autograd may run this node in a thread of its own, where the context variables of the
         # caller of `backward()` are not set; the run has kept the caller's context.
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled():  # create_graph=True: differentiating what is returned raises
             gradients = refuse_double_backward(lambda: run.context.run(section.run, run), handle)
         else:
             gradients = run.context.run(section.run, run)

@@ -143,10 +143,10 @@ def read_graph(
     others = OthersArrive.for_graph(
         begins_forward=not (ddp_state.may_have_begun_forward or _torch.follows_graph_break()),
         ends_forward=is_of_root and not _torch.ends_in_graph_break(gm),
-        # `find_unused_parameters` allows it too, but then no bucket follows the order of arrival.
+        # DDP allows unused ones with `find_unused_parameters` too, where no bucket follows arrival.
         may_be_unused=ddp.static_graph,
     )
-    # Those registered in the root itself are often the loss's, whose gradients arrive first. The
+    # Parameters of the root itself are often the loss's, and their gradients arrive first. The
     # wrapper that `torch.compile` puts around the root has no parameter itself.
     root = _torch.unwrap_compiled(ddp.module)
     of_root = {p.index for tensor in root.parameters(recurse=False) if (p := reduced.get(tensor))}

@@ -85,9 +85,9 @@ class GraphRunner:
         self._ordered_call = _with_arrival_order(self._call, arguments_in_arrival)
         # Only if submodules share the graph: then a call's arguments alone tell whose parameters
         # it uses, see `DDPState.note_run`.
-        self._shared_parameters: list[Argument] | None = None
+        self._arguments_to_note: list[Argument] | None = None
         if compiled.cut.is_shared:
-            self._shared_parameters = arguments_in_arrival
+            self._arguments_to_note = arguments_in_arrival
         self._cut_for = cut_for
         self._is_for_copy = is_for_copy
         self._start = start
@@ -105,8 +105,8 @@ class GraphRunner:
         if not is_compared and not module_state.is_run_by(self._compiled.cut.graph, self):
             self._begin(ddp, module_state, args)
         parameters = None
-        if self._shared_parameters is not None:
-            parameters = tuple([args[argument] for argument in self._shared_parameters])
+        if self._arguments_to_note is not None:
+            parameters = tuple([args[argument] for argument in self._arguments_to_note])
         module_state.note_run(self._compiled.cut.graph, parameters)
         if is_compared:
             return self._call(*args)
@@ -190,7 +190,7 @@ def _count_unsynced_runs(ddp: DistributedDataParallel, module_state: state.DDPSt
 
 
 def compare_buckets(ddp: DistributedDataParallel) -> bool:
-    """Compare the buckets that DDP reports with those of the module's cuts, once a Reducer.
+    """Compare the buckets that DDP reports with those of the module's cuts, once for each Reducer.
 
     It warns of the first parameter in another bucket: from there on allreduces start late. Returns
     False as long as the report is awaited, True once there is nothing to compare any more.
@@ -203,7 +203,8 @@ def compare_buckets(ddp: DistributedDataParallel) -> bool:
     try:
         num_questions = module_state.ask_buckets()
     except Exception as error:
-        # A release whose log is another one may raise anything. Only the comparison is lost.
+        # A release whose log is another one may raise anything. Only the comparison is lost: the
+        # answer is not awaited any more.
         _logs.warning("DDP's buckets are not compared with those planned: %s", error)
         return True
     if module_state.reported_buckets is None:

@@ -24,7 +24,7 @@ from ddpopt.split.phases import Answer, Buckets, CutGoal, Goal, Origin, ReducerB
 from ddpopt.steps.forwards import are_forwards_reported
 
 # The buckets that a graph was cut for, in any order of their members; None if they were not known
-# yet; or "any", where the graph was cut finely, or is compiled whole.
+# yet; or ANY_BUCKETS, where the graph was cut finely, or stays whole whatever they are.
 CutFor = str | tuple[frozenset[ParameterIndex], ...] | None
 ANY_BUCKETS = "any buckets"
 
@@ -253,14 +253,14 @@ class DDPState:
         """
         ddp, rules = self._module(), self._rules
         now = (_torch.follows_arrival_order(ddp), self.is_provisional)
-        if rules is None or (rules.is_rebuilt, rules.is_provisional) != now:
-            is_rebuilt, is_provisional = now
+        if rules is None or (rules.follows_arrival, rules.is_provisional) != now:
+            follows_arrival, is_provisional = now
             rules = self._rules = ReducerRules(
                 # New limits count once somebody says so, see `recompile_by_new_limits`.
                 caps_bytes=_torch.reducer_caps(ddp) if rules is None else rules.caps_bytes,
-                is_rebuilt=is_rebuilt,
+                follows_arrival=follows_arrival,
                 is_provisional=is_provisional,
-                arrives_last=_torch.awaiting_delayed(ddp),  # then DDP reduces delayed gradients
+                arrives_last=_torch.awaiting_delayed(ddp),  # whose hooks reduce the delayed ones
             )
         return rules
 
@@ -440,7 +440,7 @@ def is_copy(ddp: DistributedDataParallel) -> bool:
 def logs_for_all_ranks(ddp: DistributedDataParallel) -> bool:
     """Whether this rank tells users what is the same on all: the first of several ranks does.
 
-    No rank does about a copy that a check made.
+    No rank does where it is alone, and waits for none, or about a copy that a check made.
     """
     group = ddp.process_group
     return group.rank() == 0 and group.size() > 1 and not is_copy(ddp)
