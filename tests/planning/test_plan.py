@@ -449,6 +449,16 @@ def test_a_ddp_module_is_planned_as_what_it_wraps(one_rank: None) -> None:
     assert names[0] == names[1] == names[2]
 
 
+def test_what_a_static_graph_leaves_unused_is_planned_last(one_rank: None) -> None:
+    """Without it DDP allows nothing unused: a loss that the plan does not know uses the head."""
+    module = MLP(depth=2)
+    module.head = nn.Linear(64, 64, bias=False)
+    for static_graph, position in ((False, 0), (True, -1)):
+        ddp = DistributedDataParallel(module, static_graph=static_graph)
+        plan = ddpopt.plan(ddp, torch.ones(2, 64), network=SLOW, world_size=2, device=DEVICE)
+        assert plan.profile.gradients[position].name == "head.weight"
+
+
 def test_a_model_without_memory_is_planned_from_its_graph() -> None:
     with torch.device("meta"):
         module = MLP(depth=8, width=4096)

@@ -339,8 +339,9 @@ def plan(  # noqa: PLR0913  # what a plan depends on; all but two have defaults
         world_size = dist.get_world_size()
     check_number("world_size", world_size, RANKS, PlanError)
     cost = network.allreduce(world_size) if isinstance(network, Network) else network
-    model = wrapped_module(model)
+    # Of the DDP module, if it is one: with a static graph it may have unused parameters.
     profile = estimate(model, batch, device=device, loss_fn=loss_fn)
+    model = wrapped_module(model)
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     if device is None and not is_on_meta:
         # Measured without cuts. What one costs where times are only estimated is not known.
