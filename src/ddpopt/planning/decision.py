@@ -70,7 +70,7 @@ def decide(
             return Decision(f"{STAY}: {where} has other buckets than rank 0")
 
     # Times were measured while allreduces of the present buckets slowed computation down. A plan
-    # starts from those without any.
+    # starts from those without any, and backward is taken to end with the last gradient.
     sizes = [len(bucket) for bucket in present_buckets]
     disturbed = _worst_case_profile(ddp, measured_by_rank)
     undisturbed_s = undisturbed(disturbed, sizes, cost)
@@ -123,7 +123,7 @@ def _worst_case_profile(
     arrival = itertools.chain.from_iterable(measured_by_rank[0].buckets)
     for position, index in enumerate(arrival):
         times_s = [measured.ready_s[position] for measured in measured_by_rank]
-        latest.append((max(0.0, *times_s), index))  # a `Gradient` refuses a time below 0
+        latest.append((max(times_s), index))
     if not _torch.follows_arrival_order(ddp):
         # A Reducer that looks for unused parameters does not have its buckets in the order of
         # arrival, in which they are planned. It is assumed to have as many gradients in each.

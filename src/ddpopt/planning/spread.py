@@ -71,7 +71,7 @@ def find_spread(measured_by_rank: Sequence[Measured], *, broadcasts_buffers: boo
     """
     parts_by_rank: list[tuple[float, ...]] = []
     for measured in measured_by_rank:
-        last_gradient_s = max(0.0, *measured.ready_s)  # from the end of forward, the loss included
+        last_gradient_s = max(measured.ready_s)  # from the end of forward, the loss included
         parts_by_rank.append((measured.forward_s, last_gradient_s, measured.between_s))
     medians = [statistics.median_low(times) for times in zip(*parts_by_rank, strict=True)]
 

@@ -82,6 +82,7 @@ class Stopwatch(StepTimer):
         ddp = self._ddp()
         assert ddp is not None
         try:
+            # If they are not known by now, asking DDP may say why not.
             buckets = state.get(ddp).buckets or _torch.final_buckets(ddp)
         except TorchDriftError as error:  # the other ranks wait to be told
             return Measured(problem=str(error))
@@ -112,7 +113,8 @@ class Stopwatch(StepTimer):
                 seconds(step.forward_ended, step.ready.get(index, step.forward_ended))
                 for step, _ in complete
             ]
-            ready_s.append(statistics.median(times_s))
+            # Of events in two streams of a GPU the later one may come first: no time is below 0.
+            ready_s.append(max(0.0, statistics.median(times_s)))
         forward_s = [seconds(step.began, step.forward_ended) for step, _ in complete]
         backward_s = [seconds(step.forward_ended, step.backward_ended) for step, _ in complete]
         between_s = [seconds(step.backward_ended, following.began) for step, following in complete]
