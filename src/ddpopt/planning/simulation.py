@@ -89,7 +89,7 @@ class Simulation:
         timeline = self.timeline
         slowest = f", slowest rank {self.slowdown:.2f} x" if self.slowdown > 1 else ""
         bars = map(self._bar, timeline.buckets)
-        rows = _shortened(bucket_table(timeline.buckets, "- waits, = runs", bars))
+        rows = _without_middle(bucket_table(timeline.buckets, "- waits, = runs", bars))
         return "\n".join(
             [
                 f"{count(self.world_size, 'rank')}: "
@@ -116,7 +116,7 @@ class Simulation:
         return " " * ready + "-" * (launched - ready) + "=" * max(1, finished - launched)
 
 
-def _shortened(rows: list[str]) -> list[str]:
+def _without_middle(rows: list[str]) -> list[str]:
     middle = slice(1 + _ROWS_AT_EACH_END, -_ROWS_AT_EACH_END)
     if len(rows[middle]) > 1:
         rows[middle] = [f"  ... {len(rows[middle])} more"]
@@ -255,13 +255,12 @@ def parse_bandwidth(text: str) -> float:
         r"(\d+\.?\d*|\.\d+)\s*([kmgt]?)(?:(?i:bits?(?:/s|ps)?)|b(?:/s|ps))",
         re.sub("[KMGT]", lambda unit: unit[0].lower(), text.strip()),
     )
-    scale = _BITS_PER_S.get(f"{found[2]}bit") if found else None
-    if found is None or scale is None or not float(found[1]):
+    if found is None or not float(found[1]):
         raise PlanError(
             f"the bandwidth is {quote(text)}; give a number above 0 and one of the units "
             f"{', '.join(_BITS_PER_S)} (bits per second), such as 10gbit"
         )
-    return float(found[1]) * scale / 8
+    return float(found[1]) * _BITS_PER_S[f"{found[2]}bit"] / 8
 
 
 def format_bandwidth(bytes_per_s: float) -> str:

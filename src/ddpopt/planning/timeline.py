@@ -61,7 +61,8 @@ class Timeline:
 
         Less than the iteration takes beyond `alone_s`: communication also slows computation down.
         """
-        reduced_s = max((bucket.finished_s or 0.0 for bucket in self.buckets), default=0.0)
+        reduced_s = self.buckets[-1].finished_s
+        assert reduced_s is not None, "a prediction knows when each bucket is reduced"
         return max(0.0, reduced_s - self.computed_s)
 
 

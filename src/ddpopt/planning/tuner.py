@@ -304,8 +304,8 @@ class _Tuner(Subscriber):
             # Ranks that were refused for now meet again, under another key.
             key = f"{stopwatch.key}/{self._num_postponed}"
             # Several modules may meet one after another, while some rank waits in one collective
-            # for all of that: so each has its part of the time.
-            limit_s = self._longest_meeting_s / max(1, _num_searches(ddp.process_group))
+            # for all of that: so each, this one too, has its part of the time.
+            limit_s = self._longest_meeting_s / _num_searches(ddp.process_group)
             # To make it announces this rank.
             self._meeting = JointDecision(ddp.process_group, stage.title, key, limit_s)
         except PeerError as error:
@@ -328,7 +328,7 @@ class _Tuner(Subscriber):
         stopwatch.finish()
         refusal = self._meeting.decide(obstacle or pending, is_for_now=bool(pending))
         if refusal is None:
-            self._end_stage(ddp, stopwatch)
+            self._end_stage(ddp, stopwatch)  # first, since `_conclude` may begin another
             self._conclude(ddp, stage, stopwatch)
         elif refusal.is_for_now and self._num_postponed + 1 < _NUM_TRIES:
             self._num_postponed += 1
