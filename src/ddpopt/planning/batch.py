@@ -112,9 +112,9 @@ def _describe(value: object) -> str:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested sequences, mappings and objects with attributes, each once.
+    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, each once.
 
-    They come in the order in which the output has them, but no module, class or function is opened.
+    They come in the order in which `value` has them. No module, class or function is opened.
     """
     left = [value]
     # Objects may refer to each other. Each is held: the id of one that is gone may be another's.

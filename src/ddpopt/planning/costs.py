@@ -104,7 +104,7 @@ class Profile:
     def __post_init__(self) -> None:
         _check_numbers(self, *_PROFILE_TIMES)
         _check_text(self, "source")
-        remedy = "give a tuple of Gradient"
+        remedy = "give a tuple of Gradient"  # or a list, which callers may well write
         check_kind("Profile.gradients", self.gradients, (tuple, list), remedy, PlanError)
         for gradient in self.gradients:
             check_kind("one of Profile.gradients", gradient, Gradient, remedy, PlanError)

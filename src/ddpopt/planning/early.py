@@ -197,6 +197,7 @@ class _Watch(Subscriber):
             # An algorithm communicates when it pleases; one bucket leaves when all is done.
             return
         parameters = {p.index: p for p in _torch.reducer_parameters(ddp).values()}
+        # A Reducer that does not tell its parameters may have one more, which was frozen since.
         buckets = [[parameters[i] for i in bucket if i in parameters] for bucket in by_index]
         departures = find_departures(known.runs_with_gradients, buckets)
         if departures.is_low:

@@ -157,6 +157,7 @@ def _minima_of_ranges(
     """The minimum of `values[first[i]..last[i]]` for each i, infinity for an empty range.
 
     It computes minima over all ranges whose length is a power of 2; two of those cover any range.
+    A row of `table` has those of one length, and behind them, where none fits, what is never read.
     """
     table = [values]
     while 2 ** len(table) <= len(values):
@@ -165,8 +166,9 @@ def _minima_of_ranges(
         table.append(torch.cat([torch.minimum(shorter[:-half], shorter[half:]), shorter[-half:]]))
     length = (last - first + 1).clamp(min=1)
     level = length.to(torch.float64).log2().floor().to(torch.int64)
-    stacked, shown = torch.stack(table), first.minimum(last)
-    minima = torch.minimum(stacked[level, shown], stacked[level, last + 1 - 2**level])
+    # Of an empty range any value is read, which is dropped.
+    stacked, start = torch.stack(table), first.minimum(last)
+    minima = torch.minimum(stacked[level, start], stacked[level, last + 1 - 2**level])
     return torch.where(first <= last, minima, torch.inf)
 
 

@@ -238,8 +238,8 @@ def _find_odd_setting(ddp: DistributedDataParallel) -> str:
 
 def _find_hook_problem(ddp: DistributedDataParallel) -> str:
     """Say why a comm hook cannot work for other buckets; "" if it can, or there is none."""
-    if unknown := _torch.find_unknown_hook(ddp):
-        return unknown
+    if why_unknown := _torch.find_unknown_hook(ddp):
+        return why_unknown
     # The class, or the one that a subclass has it from, is recognised by its name: importing it
     # needs numpy.
     kinds = [kind for kept in _torch.hook_states(ddp) for kind in type(kept).__mro__]
@@ -286,7 +286,7 @@ def agree(
         PlanError: the first problem, or the ranks that differ from the first one.
         PeerError: a rank did not make this call.
     """
-    plans = []
+    plans = []  # this rank's, unless `get_plan` raises
 
     def check_and_describe() -> list[Fact]:
         plan = get_plan()
