@@ -89,7 +89,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     A group with one backend for both, such as gloo, does not tell where gradients are.
     """
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    accelerator = torch.accelerator.current_accelerator(True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator and backends.get(accelerator.type, backends.get("cpu")) != backends.get("cpu"):
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
@@ -115,7 +115,7 @@ class _Bench:
     def time_allreduce(self, num_bytes: int) -> float:
         """Return how long the slowest rank's allreduce takes."""
         values = self._make_values(num_bytes)
-        start_s = self._meet()
+        start_s = self._start_together()
         dist.all_reduce(values, group=self._group)
         return self._worst(self._clock.finish() - start_s)
 
@@ -126,12 +126,12 @@ class _Bench:
         takes beside computation.
         """
         values = self._make_values(num_bytes)
-        self._meet()
+        self._start_together()
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
         num_beside, beside_s = self._multiply_while(lambda: not work.is_completed())
         work.wait()
-        stop_s = self._meet() + beside_s
+        stop_s = self._start_together() + beside_s
         num_alone, alone_s = self._multiply_while(lambda: read_host() < stop_s)
         lost = 1 - (num_beside / beside_s) / (num_alone / alone_s)
         # `AllreduceCost.interference` is below 1: computation never stands still.
@@ -153,7 +153,7 @@ class _Bench:
 
         Return how long it takes until the products have ended, and until the allreduces have too.
         """
-        start_s = self._meet()
+        start_s = self._start_together()
         works = [dist.all_reduce(each, group=self._group, async_op=True) for each in values]
         left = iter(range(num_products))
         self._multiply_while(lambda: next(left, None) is not None)
@@ -173,7 +173,7 @@ class _Bench:
             count += 1
         return count, stop_s - start_s
 
-    def _meet(self) -> float:
+    def _start_together(self) -> float:
         """Wait for the device and for all ranks; return the time."""
         self._clock.finish()
         dist.barrier(group=self._group)
