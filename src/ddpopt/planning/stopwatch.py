@@ -113,7 +113,7 @@ class Stopwatch(StepTimer):
                 seconds(step.forward_ended, step.ready.get(index, step.forward_ended))
                 for step, _ in complete
             ]
-            # Of events in two streams of a GPU the later one may come first: no time is below 0.
+            # A GPU's events may be of two streams, and not in order; no time is to be below 0.
             ready_s.append(max(0.0, statistics.median(times_s)))
         forward_s = [seconds(step.began, step.forward_ended) for step, _ in complete]
         backward_s = [seconds(step.forward_ended, step.backward_ended) for step, _ in complete]
