@@ -66,7 +66,7 @@ class HierarchicalAlgorithm(Algorithm[HandleT]):
             check_count("local_world_size", self.local_world_size, 1)
 
     def ranks_per_node(self, num_ranks: int) -> int:
-        """As `Algorithm.ranks_per_node`.
+        """How many ranks average among themselves before their node communicates; 1 if flat.
 
         Raises:
             OptionError: the number of ranks on each node is unknown, or does not divide

@@ -69,14 +69,11 @@ def attach(
     send_states(training)
     with communicating("making weights equal on all ranks"):
         _send_weights(training)
-    return _make_handle(training, algorithm, remedy)
+    return _make_handle(training, algorithm)
 
 
-def _make_handle(training: Training, algorithm: Algorithm[HandleT], remedy: str) -> HandleT:
-    """A handle that has taken over on all ranks, or an error on all. Collective.
-
-    `remedy` is for settings that differ between ranks.
-    """
+def _make_handle(training: Training, algorithm: Algorithm[HandleT]) -> HandleT:
+    """A handle that has taken over on all ranks, or an error on all. Collective."""
     with communicating("making the algorithm's process groups"):
         ranks_per_node = algorithm.ranks_per_node(training.group.size())
         groups = Groups(training.group, training.device, ranks_per_node)
@@ -91,10 +88,10 @@ def _make_handle(training: Training, algorithm: Algorithm[HandleT], remedy: str)
         handle = algorithm.handle_type(training, algorithm)
         handles.append(handle)
         handle.take_over()
-        return []
+        return []  # nothing is compared, so that no remedy is shown: it may only raise
 
     try:
-        require_equal(training.ddp, make_and_take_over, AttachError, remedy)
+        require_equal(training.ddp, make_and_take_over, AttachError, remedy="")
     except BaseException as error:
         for handle in handles:
             handle.abandon()  # undoes `take_over`, and raises nothing

@@ -73,8 +73,8 @@ _process = [os.getpid()]
 def start_thread(name: str, run: Callable[[], None], end: Callable[[], object]) -> threading.Thread:
     """Start a thread that communicates.
 
-    `end` makes `run` return when its present task is done. It is called at exit, from when on no
-    thread can be started.
+    `end` makes `run` return when its present task is done. It is called at exit, and whoever gave
+    it must start no other thread after that, since nobody would wait for that one.
     """
 
     def run_listed() -> None:

@@ -121,7 +121,7 @@ def _average(leaders: Communicator, values: torch.Tensor) -> None:
     decompressed, averaged and compressed again, so that all ranks see it.
     """
     num_chunks, num_values = leaders.num_ranks, values.numel()
-    if num_chunks == 1:
+    if num_chunks == 1:  # the only node, or the only rank: there is nobody to send codes to
         if not values.isfinite().all():
             values.fill_(torch.nan)
         return

@@ -44,7 +44,7 @@ class DecentralizedHandle(BackgroundHandle):
     def before_update(self) -> None:
         averaged, self._averaged = self._averaged, None
         sent, self._sent = self._sent, ()
-        if averaged is not None:
+        if averaged is not None:  # else another optimizer's update took it, or none was begun
             with communicating(f"averaging weights in step {self.num_steps}"):
                 mean = averaged.wait()
             # Others may have written to the weights since the forward, and are not to be undone: a
@@ -111,8 +111,8 @@ class Decentralized(HierarchicalAlgorithm[DecentralizedHandle]):
 def rotating_peer(rank: int, num_ranks: int, num_exchanges: int) -> int:
     """The rank that `rank` averages with after `num_exchanges` earlier exchanges.
 
-    The lower half of the ranks, which are even in number, rotates against the upper half: each
-    meets every rank of the other half in `num_ranks / 2` exchanges, and is its peer's peer.
+    `num_ranks` is even. The lower half of the ranks rotates against the upper half: each meets
+    every rank of the other half in `num_ranks / 2` exchanges, and is its peer's peer.
     """
     half = num_ranks // 2
     if rank < half:
@@ -231,10 +231,10 @@ class LowPrecisionDecentralizedHandle(Handle):
         return leaders.swap(values, ring)
 
     def _collect_flags(self, messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Work]:
-        """Start collecting two flags of each rank: codes are not finite, a parameter not known."""
+        """Start collecting two flags of each rank: weights not finite, a parameter not known."""
         training = self.training
-        is_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
-        flags = torch.tensor([0, not is_known], dtype=torch.int32, device=training.device)
+        all_known = _torch.trainable_parameters(training.ddp).keys() <= training.parameters.keys()
+        flags = torch.tensor([0, not all_known], dtype=torch.int32, device=training.device)
         for message in messages:
             flags[0] |= ~are_finite(message.view(1, -1))
         return self.groups.everyone.collect(flags)

@@ -121,7 +121,8 @@ class Handle:
     def _find_unknown_parameters(self) -> dict[str, torch.Tensor]:
         """The parameters that neither DDP reduces nor this handle averages, by name.
 
-        They were frozen when DDP was made; DDP was told to ignore others.
+        They were frozen when DDP was made, and `_open` warns if one no longer is. Those that DDP
+        was told to ignore are left out.
         """
         ddp = self.training.ddp
         known = self.training.parameters
@@ -357,7 +358,7 @@ class Handle:
             self.on_forward()
 
     def on_forward(self) -> None:
-        """Begin a step with DDP's forward, or end one whose update was skipped."""
+        """End a step whose update was skipped, and begin one, if this forward of DDP's does so."""
         self._is_reducing = False  # a backward that raised never ended
         ddp = self.training.ddp
         if self.is_paused or not torch.is_grad_enabled():
@@ -434,7 +435,7 @@ class Handle:
                 "which runs forward in the middle of an update; call forward and backward before"
             )
         self.before_update()
-        self._updates.take_baseline()
+        self._updates.take_baseline()  # what this handle wrote is no update
 
     def _optimizer_ended(self, optimizer: torch.optim.Optimizer, *_ignored: object) -> None:
         """End the step with its last optimizer's update."""

@@ -103,7 +103,7 @@ def send_states(training: Training) -> None:
         states_by_optimizer.extend(pickle.loads(described))
         for number, optimizer in enumerate(training.optimizers):
             _check(training, number, optimizer, states_by_optimizer[number])
-        return []
+        return []  # all was compared above
 
     require_equal(training.ddp, read_and_compare, AttachError, _REMEDY)
     # What went wrong here while values were sent. It is told to all ranks when all have been sent:
@@ -175,8 +175,8 @@ def _describe_leaf(leaf: Any) -> _Leaf:
     if isinstance(leaf, torch.Tensor):
         parts = _parts_of(leaf)
         if parts:
-            is_alone = len(parts) == 1 and parts[0] is leaf
-            kind = "" if is_alone else text_of(leaf)
+            is_plain = len(parts) == 1 and parts[0] is leaf
+            kind = "" if is_plain else text_of(leaf)
             dtypes_and_shapes = tuple((part.dtype, tuple(part.shape)) for part in parts)
             return _Tensors(kind, dtypes_and_shapes, leaf.device.type == "cpu")
     elif type(leaf) in _PLAIN:
@@ -211,7 +211,7 @@ def _check(
             pickle.loads(state.containers)  # raises here, where other ranks are told
     missing = [name for name in of_rank_0 if name not in own_states]
     extra = [name for name in own_states if name not in of_rank_0]
-    if missing and extra:
+    if missing and extra:  # `_receive` makes what is missing here, or else drops what is extra
         raise AttachError(
             f"optimizer {number} has a state of {extra[0]}, which rank 0 has not, and none of "
             f"{missing[0]}, which rank 0 has, as if each rank kept those of a share of the "

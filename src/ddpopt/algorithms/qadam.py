@@ -143,7 +143,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """Update a parameter after its warm-up, with the variance from the end of that."""
         beta1, beta2 = group["betas"]
         state, momentum = self.state[parameter], parameter.grad
-        if parameter not in self._with_momentum:
+        if parameter not in self._with_momentum:  # `grad` is a gradient, as without `QAdam`
             momentum = self._next_momentum(momentum, parameter, group)
         state["exp_avg"].copy_(momentum)
         state["step"] += 1
@@ -261,7 +261,7 @@ class QAdamHandle(BackgroundHandle):
 
     def reduce(self, bucket: Bucket) -> GradientFuture:
         # DDP reduces under `no_sync` too where a forward before it, such as an evaluation without
-        # `no_grad`, had no backward.
+        # `no_grad`, had no backward. The bucket is of no step: `allreduce` would count it for one.
         if self.is_paused or not _torch.syncs_gradients(self.training.ddp):
             return self.groups.ddp.mean_bucket(bucket)
         # From here on the bucket is one of a step.

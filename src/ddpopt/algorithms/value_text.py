@@ -31,7 +31,7 @@ _MOST_NUMBERS_SHOWN = 16
 # types are compared.
 _BY_TYPE_ONLY = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, io.IOBase)
 _BY_REPR = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype)
-_FUNCTIONS = (
+_BY_NAME = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -123,7 +123,7 @@ def _text_of_atom(value: Any) -> str | None:
         text = f"{kind}({value.name})"
     elif isinstance(value, types.ModuleType):
         text = value.__name__
-    elif isinstance(value, _FUNCTIONS):
+    elif isinstance(value, _BY_NAME):  # functions and classes
         text = _name_of(value)
     elif isinstance(value, _BY_TYPE_ONLY):  # modules, optimizers, generators, files
         text = kind

@@ -55,7 +55,7 @@ class StepErrors(NamedTuple):
 def limits_by_name(tolerances: Mapping[torch.dtype, float]) -> dict[str, float]:
     """The tolerance for each name that `precision_of` returns, from fine to coarse.
 
-    `tolerances` overrides `TOLERANCES`. The limit of a dtype that this lacks is never asked for.
+    `tolerances` overrides `TOLERANCES`. The limit of a dtype that `TOLERANCES` lacks is unused.
     """
     limits = {}
     remedy = "give relative errors by dtype, as {torch.float32: 1e-2}"

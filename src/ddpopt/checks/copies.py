@@ -227,8 +227,8 @@ def copy_model(
             raise OptionError(problem)
     # Buckets are not taken over: the copy has a new Reducer.
     state.get(made.ddp).mark_as_copy_of(state.get(original))
-    # Unless a search for buckets is over, compiling for the copy may begin one, which `warmup`
-    # hands on to the original.
+    # If the original's search for buckets is over, the copy begins none. Else compiling for the
+    # copy may begin one, which `warmup` hands on to the original.
     tuner.share_if_done(original, made.ddp)
     # The memo has each copy by its original's id, `made.ddp` among them. Copying the loss adds
     # DDP modules that only the loss holds, such as a discriminator.

@@ -165,8 +165,8 @@ def _find_left_out(ddp: DistributedDataParallel) -> str | None:
     if paths:
         return f"{count(num_left_out, 'parameter')} of {shorten(paths)}"
     # No module that Dynamo skips has parameters, but each use of one may lie outside of graphs.
-    without = (Reason.NO_PARAMETERS, Reason.NO_GRAD)
-    if training and all(cut.fallback in without for cut in state.get(ddp).cuts):
+    trains_none = (Reason.NO_PARAMETERS, Reason.NO_GRAD)
+    if training and all(cut.fallback in trains_none for cut in state.get(ddp).cuts):
         return count(len(training), "parameter")
     return None
 

@@ -146,7 +146,7 @@ def verify(
         # ranks in an allreduce. It also shows whether a step draws random numbers.
         with torch.compiler.set_stance("force_eager"):
             _, draws_numbers = run.rehearse()
-        with run.stage("copying"):
+        with run.stage("copying"):  # as it may raise, on all ranks then
             has_own_code = _draws_otherwise(ddp_model, draws_numbers)
         compiled = compile_ahead(run, has_own_code=has_own_code)
         compiled.reset()  # each `step` begins with a copy of this copy
@@ -206,7 +206,7 @@ def _step_copy(
     Each call steps a copy of its own, since DDP forms its buckets once, after the first step.
     """
     outcomes = []
-    copied = copy_model(compiled.model, compiled.loss_fn)
+    copied = copy_model(compiled.model, compiled.loss_fn)  # unlike `compiled` not kept local
     with torch.compiler.set_stance(stance), compiled.drawing_as_compiled():
         for _ in range(_NUM_STEPS):
             restore_randomness()

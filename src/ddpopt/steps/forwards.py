@@ -93,10 +93,9 @@ def subscribe_to_all(subscriber: Subscriber) -> None:
 
 
 def ask_at_first(interest: _Interest) -> None:
-    """Ask `interest` for a subscriber to each module whose first forward is yet to come.
+    """Ask `interest` for a subscriber to each module, at the latest as its next forward begins.
 
-    Modules that have subscribers already are asked about too: they may have got these before their
-    first forward. Idempotent.
+    Of modules for which the other interests were asked before, it is asked now. Idempotent.
     """
     if interest in _interests:
         return

@@ -72,7 +72,7 @@ class StepTimer:
         self._ends = _torch.BackwardEnds(observing(self._end_backward))
         parameters = _torch.reducer_parameters(ddp)
         self._parameters = tuple(parameters)
-        # In each step, that is; the Reducer then does not follow the order of arrival.
+        # In each step. A static graph does so in its first alone, and follows that arrival order.
         self._looks_for_unused = not _torch.follows_arrival_order(ddp)
         # Autograd's nodes live only as long as somebody holds them.
         self._nodes = {p.index: _torch.accumulate_node(tensor) for tensor, p in parameters.items()}
@@ -149,9 +149,9 @@ class StepTimer:
             self._is_step_over = self.has_unreduced = True
             return
         # Lightning's manual optimization runs the backward within forward, which then goes on.
-        self.end_forward()
+        self.end_forward()  # does nothing if it has ended
         self._ends.watch()
-        # By this gradient's hook alone `ddpopt.record` may watch for the end of that backward.
+        # One gradient a backward: with its hook alone `ddpopt.record` still notices the end.
         step.gradient_of_backward[_torch.running_backward()] = index
         step.ready[index] = self._clock.now()
         self._on_ready(index)
