@@ -192,6 +192,18 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks_unless_it_is_equal(
 
 
 @on_ranks(2)
+def test_of_a_tensor_made_of_several_all_are_sent_or_none(rank: int) -> None:
+    """Else a rank would have its own scale with the codes of another."""
+    ddp = DistributedDataParallel(Plain())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    two = TwoTensor(torch.full((2,), float(rank)), torch.ones(2))
+    two.b = two.b.to_sparse()  # which cannot be sent
+    optimizer.state[ddp.module.weight] = {"x": two}
+    attach(ddp, optimizer, EXACT).detach()
+    assert two.a.tolist() == [rank, rank]
+
+
+@on_ranks(2)
 def test_a_key_that_cannot_be_sent_is_refused(rank: int) -> None:
     ddp = DistributedDataParallel(Plain())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

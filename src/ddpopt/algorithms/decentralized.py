@@ -210,7 +210,7 @@ class LowPrecisionDecentralizedHandle(Handle):
     def check_state(self, state: dict[str, Any]) -> list[Fact]:
         facts = super().check_state(state)
         place = self.groups.ring_index, self.groups.ring_size
-        if tuple(state.get("place", ())) != place:
+        if tuple(state.get("place", ())) != place:  # a checkpoint's format may make it a list
             raise OptionError(
                 f"the state is of place {state.get('place')} (index, number of ranks or nodes) in "
                 f"the ring, and this rank has {place}; load weights and call resync instead"

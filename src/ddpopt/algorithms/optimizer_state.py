@@ -191,7 +191,9 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts_of(getattr(tensor, name))]
+        parts = [_parts_of(getattr(tensor, name)) for name in names]
+        # A tensor of which only some parts were rank 0's would have the values of no rank.
+        return [plain for part in parts for plain in part] if all(parts) else []
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not is_plain or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return []

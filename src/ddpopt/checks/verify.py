@@ -206,7 +206,7 @@ def _step_copy(
     Each call steps a copy of its own, since DDP forms its buckets once, after the first step.
     """
     outcomes = []
-    copied = copy_model(compiled.model, compiled.loss_fn)  # unlike `compiled` not kept local
+    copied = copy_model(compiled.model, compiled.loss_fn)  # with its code; it communicates
     with torch.compiler.set_stance(stance), compiled.drawing_as_compiled():
         for _ in range(_NUM_STEPS):
             restore_randomness()
