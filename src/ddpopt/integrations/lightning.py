@@ -33,6 +33,7 @@ def _callback_classes() -> tuple[Any, ...]:
     Both packages have one, and a Trainer accepts only that of its own package.
     """
     imported = [name for name in _PACKAGES if name in sys.modules]
+    # `find_spec` of a submodule would import the package before the dot.
     installed = [name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])]
     if not installed:
         raise ImportError("this callback needs Lightning: pip install lightning")

@@ -143,7 +143,8 @@ class StepTimer:
             return
         # The backward that ended may have been one within the step's, as of a reentrant checkpoint.
         # Then the step's other gradients follow, and one that comes a second time is of another
-        # backward. If DDP looks for unused parameters, it allows no backward within another.
+        # backward, unless the one around it is pending. If DDP looks for unused parameters, it
+        # allows no backward within another.
         is_another = index in step.ready or self._looks_for_unused
         if step.backward_ended and is_another and not self._ends.is_pending:
             self._is_step_over = self.has_unreduced = True
