@@ -162,9 +162,10 @@ def _content(cell: types.CellType) -> Any:
 def copy_function(function: T, memo: dict[int, Any]) -> T:
     """A copy of a callable that holds copies of the modules in it, or itself if it holds none.
 
-    Modules are found in closures, defaults, methods' objects, `functools.partial`, lists, tuples
-    and dictionaries in these, and in the global names that a function uses. `memo` is that of
-    `copy.deepcopy`, and says which copies exist already.
+    Modules are found in closures, defaults, attributes of methods' objects and of callable ones,
+    `functools.partial`, lists, tuples and dictionaries in these, and in the global names that a
+    function uses. One that cannot be copied is used as it is. `memo` is that of `copy.deepcopy`,
+    and says which copies exist already.
     """
     copied: T = _Copier(memo).copy(function)
     return copied

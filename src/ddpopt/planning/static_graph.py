@@ -67,9 +67,10 @@ class _Counter(Subscriber):
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
         self._num: dict[ParameterIndex, int] = {}
-        self._is_counting = False
-        # When DDP last took each gradient for ready, as the present forward began. Asked now, so
-        # that no step finds that the name has moved.
+        self._is_counting = False  # until `begin`
+        # When DDP last took each gradient for ready, as the present forward began: by this
+        # `_end_backward` tells whether it has had them all since. Asked now, so that no step finds
+        # that the name has moved.
         self._ready_ns = _torch.ready_ns(ddp)
         # Called at the end of a backward in which `_arrive` has asked for it. `observing`, here and
         # below: an error of ours is reported, and does not end the user's step.
@@ -80,6 +81,7 @@ class _Counter(Subscriber):
         self._hooks: list[Any] = []
         for index, node in self._nodes.items():
             arrive = observing(functools.partial(self._arrive, index))
+            # Called once an arrival; before the gradient is accumulated or after does not matter.
             self._hooks.append(node.register_prehook(arrive))
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:

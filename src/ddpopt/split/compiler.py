@@ -325,7 +325,7 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     if graph.first_use.keys() - graph.argument_of.keys():
         # A gate takes parameters as the graph's arguments; some are attributes of the graph.
         raise NotCutError(Reason.ATTRIBUTES)
-    if _torch.wants_cuda_graphs(graph.gm):
+    if _torch.wants_cuda_graphs(graph.gm):  # by an annotation of the program's
         raise NotCutError(Reason.CUDA_GRAPHS)
     if uses_streams(graph.gm.graph):
         # Asked of Dynamo's graph: the traced backward does not show on which stream a call runs.
@@ -337,7 +337,7 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
     # first (gates.py). It is added to a copy of its own: if this fails, forward may be cut, which
     # is made of `graph.copy`.
     traced = copy_for_cutting(graph.gm)
-    if not are_plain or has_ragged_sizes(traced.graph):
+    if not are_plain or has_ragged_sizes(traced.graph):  # torch compiles such a graph only once
         raise NotCutError(Reason.SUBCLASSES)
     # The token's device, which that of all gradients has to be. There is a tensor that requires
     # grad: this is called for graphs that use a trained parameter, and it comes in as an argument.
@@ -348,7 +348,7 @@ def _cut_backward(graph: DynamoGraph, example_inputs: Sequence[Any]) -> _Result:
         if isinstance(value, torch.Tensor) and value.requires_grad
     ]
     function_arguments = mark_functions(traced)
-    add_token(traced, differentiated)
+    add_token(traced, differentiated)  # as the last argument: those before keep their numbers
     cutter = BackwardCutter(graph, device, ReleaseOrder(differentiated), function_arguments)
     with cutter.release_order.noting():  # by operators that `add_token` has added
         call = aot(traced, [*example_inputs, new_token(device)], cutter)

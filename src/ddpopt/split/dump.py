@@ -64,7 +64,7 @@ def show(
     `wholes` has `gm`, and the traced backward if that is cut; `stitched` calls the sections of a
     cut forward. `text` is called only if files are written.
     """
-    # In the trace, sections have the names that the in-tree DDPOptimizer gives its submodules.
+    # Entries of the trace are of the kinds that the in-tree DDPOptimizer writes, which tools know.
     for name, section in sections.items():
         code = functools.partial(_code, section)
         _torch.trace_structured("optimize_ddp_split_child", {"name": name}, code)

@@ -319,7 +319,7 @@ def compile_forward_sections(
     Raises:
         NotCutError: `inner` raised.
     """
-    fake_mode = _torch.fake_mode_of(example_inputs)
+    fake_mode = _torch.fake_mode_of(example_inputs)  # Dynamo's, or a new one without Dynamo
     sections = _CompilingSections(stitched, inner, fake_mode, graph)
     sections.run(*(_torch.to_fake(value, fake_mode) for value in example_inputs))
     # Plain attributes instead of submodules: the generated code then calls them without the cost

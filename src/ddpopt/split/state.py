@@ -235,9 +235,10 @@ class DDPState:
         return self._cuts[graph].arrival
 
     def _parameters_of(self, run: _GraphRun) -> tuple[Parameter, ...]:
-        """The parameters whose gradients a run's backward ends, in the order in which they arrive.
+        """The Reducer's records of the parameters whose gradients a run's backward ends, in order.
 
-        They are the cut's, or, where submodules share the graph, those that this call was given.
+        They are the cut's `arrival`, or, where submodules share the graph and the run knows its
+        tensors, those of the tensors.
         """
         if run.parameters is None:
             return self._arrival_of(run.graph)

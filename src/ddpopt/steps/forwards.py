@@ -22,8 +22,8 @@ from ddpopt.steps.observing import report
 class Subscriber:
     """Is told of forwards. It holds the DDP module weakly, if at all."""
 
-    # Whether its errors are for the user. Others only observe: an error of theirs is reported, they
-    # are told of no more forwards of the module, and the forward goes on.
+    # Whether its errors are for the user. Others only observe: an error of theirs is reported, the
+    # forward goes on, and they are told of no more forwards of the module (unless of all modules').
     may_raise = False
 
     def before_forward(self, ddp: DistributedDataParallel, forward: Forward) -> None:
@@ -170,7 +170,11 @@ def _tell(
     ddp: DistributedDataParallel,
     forward: Forward,
 ) -> None:
-    """Call a subscriber; its error ends the forward if it `may_raise`, or else its subscription."""
+    """Call a subscriber; its error ends the forward if it `may_raise`, and else is a warning.
+
+    Then it is told of no further forward of `ddp`; one that subscribed to all modules is, and a
+    warning of the same error comes once.
+    """
     try:
         call(ddp, forward)
     except Exception as error:
