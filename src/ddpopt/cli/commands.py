@@ -121,7 +121,7 @@ def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) ->
 
 
 def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Show one iteration of a saved plan on --world-size ranks; without --bandwidth, on its links."""
+    """Show one iteration of a saved plan on --world-size ranks; by its links or --bandwidth."""
     saved, stragglers = _load(args)
     network = None if args.bandwidth is None else _network(saved, args, args.bandwidth)
     flags = ["--" + name.replace("_", "-") for name in _links_of(args)]
