@@ -154,7 +154,9 @@ def test_a_backend_that_only_the_gpu_has_is_measured(
     with (
         mock.patch.object(dist, "get_backend_config", return_value=backends),
         mock.patch.multiple(
-            torch.accelerator, current_accelerator=lambda _: device, current_device_index=lambda: 3
+            torch.accelerator,
+            current_accelerator=lambda check_available: device,
+            current_device_index=lambda: 3,
         ),
     ):
         assert calibrate._device_of(None) == torch.device(expected)
