@@ -245,8 +245,8 @@ def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
     fused with a kernel that runs before. Which of these happens to a graph is chance, so that a
     section can compute something else than the whole graph (torch 2.13 and 2.15; see docs/faq.md).
 
-    Without that pass, `reinplace`, there are no such writes (splits.md, fault 13). Whatever else
-    writes to a part of a complex tensor keeps its place as long as nothing is ordered anew.
+    Without the pass that does so, `reinplace`, there are no such writes (splits.md, fault 13). What
+    else writes to a part of a complex tensor keeps its place as long as nothing is ordered anew.
     """
     settings: dict[PrivateName, Any] = {}
     if has_complex_values(graph):
