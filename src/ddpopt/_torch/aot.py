@@ -35,7 +35,7 @@ def section_tracing() -> Iterator[Callable[..., Any]]:
     then makes no call and returns None.
     """
     outer = names.TRACING_CONTEXT.get().try_get()
-    if outer is None:
+    if outer is None:  # where Inductor would look for donated buffers, so it finds none
         yield lambda *_: None
         return
     context = copy.copy(outer)
@@ -245,8 +245,8 @@ def compile_part(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
     fused with a kernel that runs before. Which of these happens to a graph is chance, so that a
     section can compute something else than the whole graph (torch 2.13 and 2.15; see docs/faq.md).
 
-    Without the pass there are no such writes (splits.md, fault 13). Whatever else writes to a part
-    of a complex tensor keeps its place as long as nothing is ordered anew.
+    Without the pass that does so, `reinplace`, there are no such writes (splits.md, fault 13). What
+    else writes to a part of a complex tensor keeps its place as long as nothing is ordered anew.
     """
     settings: dict[PrivateName, Any] = {}
     if has_complex_values(graph):

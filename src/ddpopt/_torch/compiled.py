@@ -38,13 +38,13 @@ def is_compiled_module(module: nn.Module) -> bool:
 def compiled_parts(model: nn.Module) -> list[Any]:
     """The contexts, once each, of all parts of a model for which `torch.compile` was called.
 
-    Parts are modules that it wrapped, and functions that are attributes of modules, including the
-    one that `Module.compile` keeps.
+    Parts are modules that it wrapped, and functions that are a module's own attributes, not its
+    class's, including the one that `Module.compile` keeps.
     """
     optimized = names.OPTIMIZED_MODULE.get()
     contexts = []
     for part in model.modules():
-        if isinstance(part, optimized):
+        if isinstance(part, optimized):  # whose compiled `forward` has the same context
             contexts.append(names.DYNAMO_CTX.get(part))
         else:
             contexts += map(context_of, compiled_functions(part).values())
@@ -63,7 +63,7 @@ def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 def context_of(function: Callable[..., Any]) -> Any:
     """The context of a function that `torch.compile` returned."""
-    # A function that a method of the context defines; the method's `self` is in its closure.
+    # The getter is defined in a method of the context, whose `self` is in the getter's closure.
     getter = names.GET_COMPILER_CONFIG.get(function)
     try:
         return inspect.getclosurevars(getter).nonlocals["self"]

@@ -67,7 +67,7 @@ def copy_compiled(
         copied_model: nn.Module = copied_ddp
     else:
         copied_model = memo[id(names.DYNAMO_CTX.get(model))](copied_ddp)
-    memo[id(model)] = copied_model
+    memo[id(model)] = copied_model  # for what is copied with this memo later, such as a loss
     return CompiledCopy(copied_model, copied_ddp, copies, memo)
 
 

@@ -52,7 +52,9 @@ def watch_ddp_forward(
     before: Callable[[DistributedDataParallel, Forward], None],
     after: Callable[[DistributedDataParallel, Forward], None],
 ) -> None:
-    """Call `before` and `after` around each DDP forward. Only this process's first call counts.
+    """Call `before` and `after` around each DDP forward; no `after` if that raises.
+
+    Only this process's first call counts.
 
     DDP's own hooks run before it has moved the arguments to its device, and at none of them is it
     known which `torch.compile` is around the forward. So the method in which DDP calls its module

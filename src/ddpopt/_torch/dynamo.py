@@ -141,7 +141,7 @@ def find_reached_limit(module: nn.Module) -> str | None:
         if code is None:
             continue
         num_compiles = len(names.CACHE_ENTRIES.get()(code))
-        for limit in (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT):
+        for limit in (names.ACCUMULATED_LIMIT, names.RECOMPILE_LIMIT):  # the higher one first
             if num_compiles >= limit.get():
                 return f"{type(part).__name__}.forward as often as {limit} allows ({limit.get()})"
     return None

@@ -82,9 +82,10 @@ def calls_users_code(function: _Function) -> _Function:
 def hide_from_dynamo() -> None:
     """Keep Dynamo out of the code of ddpopt's that is imported by now. Idempotent.
 
-    This imports Dynamo, so it is called where hooks are registered or the backend is loaded, not
-    when ddpopt is imported. It takes 1 ms, and 20 if a module of ours was imported in between. If
-    torch has moved a name that it needs, it warns, and Dynamo compiles more than it should.
+    This imports Dynamo, so it is called where something of ours is first put into a program's own
+    calls (hooks, DDP's forward), not when ddpopt is imported. It takes 1 ms, and 20 if a module of
+    ours was imported in between. If torch has moved a name that it needs, it warns, and Dynamo
+    compiles more than it should.
     """
     with names.doing_without(names.Need.HIDE):
         _hide_from_tracing()
@@ -106,7 +107,7 @@ def _hide_from_tracing() -> None:
 def _hide_frames() -> None:
     """Make Dynamo run frames of ours, and what they call, as they are."""
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == _NAME]
-    # Only a module that is being imported has new code, and it gets a name for each function.
+    # Code of ours is new only in a module that is being imported, whose names then change.
     state = [(module, list(map(id, vars(module).values()))) for module in modules]
     if state != _searched:
         _search(modules)

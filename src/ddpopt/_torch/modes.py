@@ -116,7 +116,8 @@ def hook_states(ddp: DistributedDataParallel) -> list[Any]:
 def _bound_to(hook: Any) -> list[Any]:
     """What a hook keeps: its object, its partial arguments, the variables of its closure.
 
-    Functions among them are looked into as well, each once: two may have each other.
+    Functions among them are looked into as well, each once: two may have each other. A hook that is
+    a callable object keeps itself.
     """
     if isinstance(hook, types.MethodType):
         return [hook.__self__]
@@ -184,10 +185,10 @@ def possible_hooks(ddp: DistributedDataParallel) -> list[CommHook]:
         kinds = names.BUILTIN_HOOKS.get().__members__
         hooks.append(CommHook(None, kinds[logged.rpartition(".")[2]]))
     # `__setstate__` sets the process group before all else, the constructor does so later.
-    is_loaded = next(iter(vars(ddp))) == "process_group"
+    is_copy_or_loaded = next(iter(vars(ddp))) == "process_group"
     # LIMIT: one of DDP's own in C++, registered before the first in Python, is in force unseen:
     # `_register_builtin_comm_hook`, which torch does not document, notes it nowhere but in the log.
-    return hooks if is_loaded else hooks[:1]
+    return hooks if is_copy_or_loaded else hooks[:1]
 
 
 def find_unknown_hook(ddp: DistributedDataParallel) -> str:

@@ -97,7 +97,8 @@ def find_unknown_setting(ddp: DistributedDataParallel) -> str:
 def find_changed_setting(ddp: DistributedDataParallel) -> str:
     """A setting that was changed on the module after its Reducer was made; "" if none.
 
-    A new Reducer would have the changed value. DDP's log has what the Reducer was made with.
+    A new Reducer would have the changed value. Of the options that it reads off the module,
+    DDP's log has these two, as the present Reducer was made with them.
     """
     logged = log_of(ddp)
     for name in ("find_unused_parameters", "gradient_as_bucket_view"):

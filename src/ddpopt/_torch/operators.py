@@ -88,7 +88,7 @@ def is_wait(target: object) -> bool:
 
 
 def is_view(target: object) -> bool:
-    """Whether an operator returns memory of its first argument, seen in another shape."""
+    """Whether an operator returns memory of its first argument, in another shape or dtype."""
     if not isinstance(target, _OVERLOAD):
         return False
     # ATen does not mark these as views: autograd need not know, but they are (splits.md, fault 10).
@@ -138,8 +138,8 @@ def sets_grad_mode(name: str) -> bool:
 def region_partners() -> dict[str, str]:
     """The names of calls that switch on a global state, with those that switch it off.
 
-    Autocast's are not among them: a section may begin while it is on. Nor are those of no_grad,
-    which one function switches on and off.
+    Autocast's are not among them: a section may begin while it is on. Nor are no_grad's and
+    sdpa_kernel's, each of which one function switches on and off.
     """
     pairs = (
         (names.ENTER_VMAP, names.EXIT_VMAP),

@@ -94,11 +94,11 @@ def reduced_or_trainable_parameters(ddp: DistributedDataParallel) -> dict[torch.
 
 
 def plain_names(names_of_module: Iterable[str]) -> dict[str, str]:
-    """What parameters or buffers with these names are called, whatever is wrapped around modules.
+    """What parameters or buffers with these names are called without two wrappers of modules.
 
-    `layers._orig_mod.0.weight` is `layers.0.weight`: a module is the same one if it is compiled, or
-    checkpointed by torch's wrapper, and ranks or plans may differ in that. Of several whose names
-    would become equal each keeps its own.
+    `layers._orig_mod.0.weight` is `layers.0.weight`: a module is the same one in the wrapper of
+    `torch.compile`, or in torch's for checkpoints, and ranks or plans may differ in that. Other
+    wrappers' names stay. Of several whose names would become equal each keeps its own.
     """
     wrappers = {names.ORIG_MOD.name, names.CHECKPOINT_WRAPPED.text}
     plain = {}
@@ -215,7 +215,7 @@ def _tensors_to_reduce_now(ddp: DistributedDataParallel) -> Sequence[torch.Tenso
 
 @contextlib.contextmanager
 def requiring_grad(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Unfreeze parameters in this block; a frozen one has no node that accumulates its gradient.
+    """Unfreeze parameters in this block: a frozen one has no AccumulateGrad node and takes no hook.
 
     The Reducer keeps the nodes of all that it reduces, so that each parameter's node stays the same
     one as training goes on.
@@ -238,9 +238,10 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
 
 
 def accumulate_nodes(result: torch.Tensor) -> list[Any]:
-    """The AccumulateGrad nodes that a backward of `result` will reach: one for each leaf.
+    """The AccumulateGrad nodes that are now in the graph of `result`: one for each leaf.
 
-    A node's `variable` is the leaf. A pre-hook on the node may keep the gradient from the leaf.
+    Its backward may reach more, by a reentrant checkpoint, whose graph is made then. A node's
+    `variable` is the leaf. A pre-hook on the node may keep the gradient from the leaf.
     """
     found = []
     nodes = [result.grad_fn]

@@ -62,7 +62,7 @@ class LoggedStep(NamedTuple):
 
 
 def last_logged_step(ddp: DistributedDataParallel) -> LoggedStep:
-    """The last step that DDP timed: it times the first ten, then every hundredth."""
+    """The last step that DDP timed, of the first ten and every hundredth; before, number 0."""
     logged = log_of(ddp)  # which has times, in nanoseconds, once DDP has timed a step
     return LoggedStep(
         number=int(logged.get(names.ITERATION.text, 0)),

@@ -44,8 +44,8 @@ def will_accumulate(node: Any) -> bool:
 class BackwardEnds:
     """Calls a function at the end of each backward in which it was asked to `watch`.
 
-    A backward may run others within it, as reentrant checkpoints do, which end before it does: the
-    last call is the end of the outermost one that was watched.
+    One that raises has no such end. A backward may run others within it, as reentrant checkpoints
+    do, which end before it does: the last call is the end of the outermost one that was watched.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -135,8 +135,8 @@ def _profiler_enabled() -> Callable[[], bool]:
 def profile_ranges(has_cuda: bool) -> Iterator[list[Any]]:
     """Make torch's profiler record named ranges, collectives and kernels, but no operators.
 
-    Yields a list that holds its events when the block has ended. `torch.profiler.profile` cannot
-    leave out operators, which cost a few percent of a step.
+    Yields a list that holds its events when the block has ended, collectives' with their shapes.
+    `torch.profiler.profile` cannot leave out operators, which cost a few percent of a step.
     """
     device = "cuda" if has_cuda else None
     profiler: Any = torch.autograd.profiler.profile(use_device=device, record_shapes=True)

@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def communicating(what: str) -> Iterator[None]:
-    """Add what to do to an error of a collective in this block.
+    """Have the error of a collective that fails in this block say what to do.
 
     Raises:
-        PeerError: a collective failed; the message begins with `what`.
+        PeerError: for a RuntimeError, which is taken for a collective's; it begins with `what`.
     """
     try:
         yield
@@ -118,7 +118,8 @@ def decide_on_rank_0(
 ) -> T:
     """What rank 0 of DDP's group decides, on all ranks. Collective.
 
-    If `decide` raises, it is what `decide_otherwise` makes of the error: the others are waiting.
+    If `decide` raises, rank 0's decision is what `decide_otherwise`, which has to return, makes of
+    the error: the others are waiting. None is no decision.
 
     Raises:
         PeerError: a rank did not make this call; the message begins with `what`.

@@ -87,7 +87,7 @@ def monitored_block(
     """
     store = GroupStore(group, name, next_key(group, name), silence_s)
     own_sign = _sign_of(store.rank)
-    store.set(own_sign, phase)
+    store.set(own_sign, phase)  # before this rank is counted: who sees all counted reads all signs
     if store.count(_ENTERED) > store.size:
         raise PeerError(
             f"{name}: more ranks are in it than the group has ({store.size}): its store has values "
@@ -258,7 +258,7 @@ class Refusal(NamedTuple):
 
 
 class JointDecision:
-    """All ranks go on together, or none does; nobody waits longer than `limit_s`.
+    """All ranks go on together, or none does; nobody waits longer than twice `limit_s`.
 
     Creating it announces this rank, before the last collective that precedes the decision; so
     nobody waits for a rank that is not announced. No other decision may have its `key`.

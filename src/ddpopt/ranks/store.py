@@ -52,7 +52,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def why_no_meeting(group: dist.ProcessGroup) -> str:
-    """Say why the ranks of a group cannot meet; "" if they can."""
+    """Say why the ranks of a group cannot meet; "" if they can. May raise TorchDriftError."""
     if _torch.store_of(group) is not None:
         return ""
     return (
@@ -220,7 +220,7 @@ class GroupStore:
 
     @property
     def allowance_s(self) -> float:
-        """For how long another rank may still be connecting, when this one has.
+        """For how long another rank may still be connecting when this one has; until then 0.
 
         Connections are made one after another, so the last rank waits up to n times as long as the
         first. Only in the group's first meeting.
@@ -249,7 +249,7 @@ class GroupStore:
         return self._ask(lambda store: bool(store.check([self._path(name)])))
 
     def find(self, name: str) -> str:
-        """A value, "" if there is none."""
+        """A value, "" if there is none, for which `get` alone would wait."""
 
         def read(store: Any) -> str:
             path = self._path(name)
@@ -264,7 +264,7 @@ class GroupStore:
 
     @contextlib.contextmanager
     def writing(self, name: str, values: Iterator[str], interval_s: float) -> Iterator[None]:
-        """Write the next of some values at intervals, from the connection's thread.
+        """Write the next of some values, from the connection's thread, at the end of each interval.
 
         An error in that is not reported.
         """
