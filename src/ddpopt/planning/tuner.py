@@ -55,8 +55,8 @@ from ddpopt.split.phases import Buckets
 from ddpopt.steps.clock import device_of
 from ddpopt.steps.forwards import Subscriber, Turn, subscribe, unsubscribe, will_communicate
 
-# How long ranks wait for each other at most: in seconds, and as a part of the process group's
-# timeout, since others wait in a collective meanwhile.
+# How long ranks wait for one that does not come: in seconds, and as a part of the process group's
+# timeout, since others wait in a collective meanwhile. `JointDecision` says when it is twice that.
 _LONGEST_MEETING_S = 30.0
 _PART_OF_TIMEOUT = 0.25
 # The number of backwards after which ranks try to meet. If gradients are pending after each of
