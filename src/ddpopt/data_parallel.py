@@ -80,9 +80,11 @@ class DataParallel(nn.Module):
             **compile_options: Keyword arguments of `torch.compile`.
 
         Raises:
-            TypeError: An argument, or one for `torch.compile`, has the wrong type.
-            ValueError: There is no device, or an unknown one; the module or a part of it is already
-                compiled or parallel; CUDA graphs are requested on several devices.
+            TypeError: An argument has the wrong type.
+            ValueError: There is no device, or an unknown one, or a single one that is not
+                `output_device`; the module or a part of it is already compiled, scripted or
+                parallel; CUDA graphs are requested on several devices.
+            Exception: What `torch.compile` raises of its keyword arguments.
         """
         super().__init__()
         _check_module(module)
@@ -127,7 +129,8 @@ class DataParallel(nn.Module):
         Raises:
             ValueError: Batch sizes differ or are zero, outputs cannot be joined, or the module is
                 not on the first device or has been compiled meanwhile.
-            Exception: What a replica raised; a note names the replica and its device.
+            TypeError: An output is of a kind that cannot be joined.
+            Exception: What a replica raised; a note names the replica, if there are several.
         """
         _check_module(self.module)
         _check_placement(self.module, self.devices[0])
@@ -148,8 +151,8 @@ class DataParallel(nn.Module):
         for index, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
             jobs.append(self._job(index, modes, replica, share))
         if kind_of_call == self._previous_kind_of_call:
-            # All threads share FX's flag that it traces: where one replica traces, compiled
-            # functions would raise in the others.
+            # All threads share FX's flag that it traces: where one replica traces all the
+            # same, compiled functions would raise in the others.
             with _torch.uncompiled_while_tracing():
                 return _run_all(jobs, one_by_one=False)
         self._previous_kind_of_call = None  # after an error the next call is new
@@ -205,6 +208,7 @@ def _call_of_its_own(module: nn.Module) -> Callable[..., Any]:
     still that of the file `_traced.py`, into which Dynamo may look.
     """
     name = f"call_{type(module).__name__}_{next(_function_numbers)}"
+    # `_traced.call` uses no globals, so these may be any.
     return types.FunctionType(_traced.call.__code__.replace(co_name=name), globals(), name)
 
 
@@ -253,7 +257,7 @@ def _find_device(device: torch.device | str | int) -> torch.device:
 
 
 def _refuse_cuda_graphs(devices: Sequence[torch.device], options: dict[str, Any]) -> None:
-    """Raise ValueError if `torch.compile` with these keyword arguments would use CUDA graphs."""
+    """Raise ValueError if `torch.compile` with these arguments would use CUDA graphs in threads."""
     is_inductor = options.get("backend", "inductor") == "inductor"
     if len(devices) == 1 or not is_inductor or all(device.type == "cpu" for device in devices):
         return
@@ -334,12 +338,12 @@ def _divide(value: Any, devices: Sequence[torch.device], chunk_size: int, dim: i
 def _join(outputs: Sequence[Any], device: torch.device, dim: int, name: str = "output") -> Any:
     """Return one output with the structure of the replicas', its tensors joined on `device`.
 
-    Tensors are concatenated along `dim`; 0-dimensional ones become a vector. None, numbers and
-    strings are returned if all replicas return the same.
+    Tensors are concatenated along `dim`; 0-dimensional ones become a vector. None and
+    values of `_PLAIN` (numbers, strings, dtypes) are returned if all replicas return the same.
 
     Raises:
         ValueError: the replicas' outputs differ in structure, or their tensors cannot be joined.
-        TypeError: an output is neither a tensor, a container nor None.
+        TypeError: an output is neither a tensor, a container, None nor of `_PLAIN`.
     """
     first = outputs[0]
     if all(isinstance(output, torch.Tensor) for output in outputs):
@@ -473,8 +477,8 @@ def _replicate(
     has_grad = torch.is_grad_enabled()
     hook_callers = hooks.callers(module)
     tensors = [*module.parameters(), *module.buffers()]
-    # Inference tensors, views and parameters each get their own graphs: all replicas have the same
-    # kind, so that they share one graph.
+    # `nn.Parameter`s, inference tensors and, without gradients, views get graphs of their own. The
+    # replicas' parameters are none of these, so that all replicas share one graph.
     with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
         copies: list[dict[torch.Tensor, torch.Tensor]] = [
             {p: p.view_as(p) if has_grad else p.detach() for p in module.parameters()},
@@ -541,7 +545,7 @@ def _stream_of(device: torch.device) -> torch.Stream | None:
 
 @contextlib.contextmanager
 def _current(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
-    """Make a device, and a stream of it, the current one in this block."""
+    """Make a device and its stream the current ones in this block; None changes nothing."""
     if stream is None:
         yield
         return
@@ -572,7 +576,7 @@ def _signature_of(value: Any) -> Hashable:
 
 
 def _state_of(module: nn.Module) -> Hashable:
-    """What Dynamo may guard on in a module: its parts and their plain attributes."""
+    """What Dynamo may guard on in a module: its parts' attributes, and its kinds of tensors."""
     attributes = tuple(
         _attribute(value) for part in module.modules() for value in vars(part).values()
     )
