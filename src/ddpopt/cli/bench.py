@@ -112,7 +112,7 @@ def _refuse_compiled(loaded: Loaded) -> Loaded:
 
 
 class _Trainee:
-    """A model that is trained in one of these ways, with one cap for DDP's buckets."""
+    """A model that is trained in one peer's way, with one cap for DDP's buckets."""
 
     def __init__(self, name: str, cap_mb: float | None, inner: str, loaded: Loaded) -> None:
         self.name = name  # of its peer, in `PEERS`

@@ -41,7 +41,7 @@ _LINKS = ("latency_us", "algorithm", "ranks_per_node")
 
 
 def run_explain(args: argparse.Namespace, screen: Screen) -> Report:
-    """Compile a model in this process alone, and show how it was split."""
+    """Compile a model in this process alone, and show how it was split; 1 if nothing compiled."""
     options = {"inner": args.inner, "split": args.split}
     resolve_options(None, options)  # reports a bad one before the model is made
     if (args.world_size is None) != (args.bandwidth is None):
@@ -121,7 +121,7 @@ def _comparison(simulations: dict[str, Simulation], args: argparse.Namespace) ->
 
 
 def run_simulate(args: argparse.Namespace, _screen: Screen) -> Report:
-    """Show one iteration of a saved plan on --world-size ranks; by its links or --bandwidth."""
+    """Show one iteration of a plan on --world-size ranks, by its own links or by --bandwidth."""
     saved, stragglers = _load(args)
     network = None if args.bandwidth is None else _network(saved, args, args.bandwidth)
     flags = ["--" + name.replace("_", "-") for name in _links_of(args)]

@@ -85,14 +85,14 @@ class Findings(NamedTuple):
 def run(_args: argparse.Namespace, screen: Screen) -> Report | None:
     """Check; the status is 1 if a small model could not be split, or nothing be compiled.
 
-    Of processes that a launcher has started together, rank 0 reports for all, and all have its
-    status.
+    Of processes that a launcher has started together, rank 0 reports for all. Another rank returns
+    None, or exits with rank 0's status; one that cannot reach the others reports for itself.
     """
     launch = find_launch()
     findings = _examine(screen)
     if launch is None:
         return _report_one(findings)
-    reports: list[Report] = []
+    reports: list[Report] = []  # of rank 0, where `settle` calls `judge`
 
     def judge(data_by_rank: Mapping[int, Mapping[str, Any]]) -> int:
         by_rank = {rank: Findings.from_json(data) for rank, data in data_by_rank.items()}
@@ -314,7 +314,7 @@ def _check_there(name: str, found: str | None, problem: str, remedy: str) -> Che
 
 
 def _environment() -> Iterator[Check]:
-    """A check of each variable that is set and matters; fine for one that switches nothing off."""
+    """A check of each variable that is set and matters; fine unless unread or a switch-off."""
     for name, value in sorted(os.environ.items()):
         if name in _SWITCHES and value == "1":
             yield Check(name, f"{value} switches torch.compile off", "unset it")
@@ -394,7 +394,7 @@ def _names(is_readable: Mapping[PrivateName, bool]) -> Check:
 
 
 def _try(split: str) -> Check:
-    """Train a small model in this way, in a group of this process alone."""
+    """Train a small model with this split, in a group of this process alone."""
     name = f"split {split}"
     try:
         with one_rank_group():
@@ -419,6 +419,6 @@ def _train(split: str) -> tuple[Cut, ...]:
     options: dict[str, Any] = {"inner": "aot_eager", "split": split}
     # Dynamic sizes need more of torch's private names than fixed ones.
     compiled: Any = torch.compile(ddp, backend="ddpopt", dynamic=True, options=options)
-    for _ in range(2):
+    for _ in range(2):  # DDP rebuilds its buckets between the two
         torch.autograd.backward(compiled(torch.ones(2, _WIDTH)).sum())
     return explain(ddp).cuts

@@ -163,7 +163,7 @@ def torchrun_group(backend: str | None, command: str) -> Iterator[str]:
     tells to start.
 
     Raises:
-        InputError: torchrun did not start this process, or torch was built without the backend.
+        InputError: torchrun did not start this process, or nccl is not built in or lacks a GPU.
     """
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:

@@ -140,6 +140,7 @@ def _sweep(command: _Parser) -> None:
 
 def _add_cluster(command: _Parser) -> None:
     command.add_argument("plan", help="the file that BucketPlan.save wrote")
+    # No defaults here: `simulate` refuses links that are given without --bandwidth.
     add = command.add_argument_group("links").add_argument
     add("--algorithm", choices=ALGORITHMS, help=f"default: {ALGORITHMS[0]}")
     latency_help = f"of a message between nodes, in microseconds (default {LATENCY_US:g})"
