@@ -112,7 +112,8 @@ def copy_model(
     modules = dict.fromkeys(c for c in memo.values() if isinstance(c, nn.Module))
     below = {part for module in modules for part in module.modules() if part is not module}
     below |= set(copied.modules())
-    return Copies(copied, copied_loss, [module for module in modules if module not in below])
+    beside_model = [module for module in modules if module not in below]
+    return Copies(copied, copied_loss, beside_model)
 
 
 def _copy_functions(original: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
@@ -164,8 +165,9 @@ def copy_function(function: T, memo: dict[int, Any]) -> T:
 
     Modules are found in closures, defaults, attributes of methods' objects and of callable ones,
     `functools.partial`, lists, tuples and dictionaries in these, and in the global names that a
-    function uses. One that cannot be copied is used as it is. `memo` is that of `copy.deepcopy`,
-    and says which copies exist already.
+    function uses; not in what has more than `_MOST_SEARCHED_ITEMS` of these, nor in torch's own
+    functions. A module that cannot be copied is used itself. `memo` is that of `copy.deepcopy`, and
+    says which copies exist already.
     """
     copied: T = _Copier(memo).copy(function)
     return copied
