@@ -67,7 +67,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         hints.append(_describe_ddps_measurement(ddp))
     if problem:
         hints.append(f"predicted: nothing; {problem}")
-    elif predicted is None and not tuner.is_searching(ddp):
+    elif predicted is None and not tuner.is_searching(ddp):  # else costs are being measured
         remedy = _PLAN if search else f"{_PLAN}, or find buckets by buckets='auto'"
         hints.append(f"predicted: nothing; {remedy}")
     advice = hint.hint_of(ddp)
@@ -259,13 +259,12 @@ def _predict(buckets: Sequence[BucketReport], basis_plan: BucketPlan) -> Timelin
     return predict(profile, sizes, basis_plan.cost)
 
 
-def _describe_basis(costs: BucketPlan) -> str:
+def _describe_basis(basis_plan: BucketPlan) -> str:
     """What a prediction is made from: how many ranks, which computation and which allreduces."""
-    allreduce = "an allreduce"
-    if costs.extrapolation:
-        allreduce += f", {costs.extrapolation},"
+    allreduce, cost = "an allreduce", basis_plan.cost
+    if basis_plan.extrapolation:
+        allreduce += f", {basis_plan.extrapolation},"
     return (
-        f"{count(costs.world_size, 'rank')}; computation: {costs.profile.source}; "
-        f"{allreduce} takes "
-        f"{costs.cost.startup_s * 1e3:.2f} ms and {costs.cost.s_per_mib * 1e3:.2f} ms a MiB"
+        f"{count(basis_plan.world_size, 'rank')}; computation: {basis_plan.profile.source}; "
+        f"{allreduce} takes {cost.startup_s * 1e3:.2f} ms and {cost.s_per_mib * 1e3:.2f} ms a MiB"
     )

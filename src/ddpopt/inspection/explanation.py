@@ -97,7 +97,7 @@ class Explanation:
     uncompiled: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON data, times in seconds; see docs/reading-the-logs.md."""
+        """JSON data of all but `bucket_plan` and `uncompiled`; see docs/reading-the-logs.md."""
         predicted: dict[str, Any] | None = None
         if self.predicted is not None:
             predicted = {"basis": self.basis, **_fields(self.predicted, *_PREDICTED_TIMES)}
@@ -273,8 +273,8 @@ def _graph_data(cut: Cut, text: GraphText) -> dict[str, Any]:
     section_names = ("index", "num_nodes", "first_node", "parameters", "completes")
     sections: list[dict[str, Any]] = []
     for index, section in enumerate(cut.sections or [cut.as_one_section(first_node)]):
-        # There are no calls to show if no text was made of the graph.
-        members = nodes[index] if index < len(nodes) and nodes[index] else ()
+        # Of code that came from torch's cache no calls are known.
+        members = nodes[index] if index < len(nodes) else ()
         section_data = _fields(section, *section_names)
         section_data["nodes"] = [node._asdict() for node in members]
         sections.append(section_data)

@@ -93,7 +93,7 @@ _algorithm_metrics: ModuleSlot[Callable[[], ReadMetrics | None]] = ModuleSlot(
 def set_algorithm_metrics(
     ddp: DistributedDataParallel, find: Callable[[], ReadMetrics | None]
 ) -> None:
-    """Add an algorithm's metrics to a module's: those that `find` returns, which may be None.
+    """Add an algorithm's metrics to a module's: `find` returns what reads them, None if detached.
 
     While there are any, neither `metrics` nor `explain` shows DDP's own times of communication.
     """

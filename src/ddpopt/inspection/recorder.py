@@ -77,7 +77,7 @@ def record(model: torch.nn.Module) -> Iterator[Recording]:
 
     Raises:
         TypeError: there is no DistributedDataParallel at the top of `model`.
-        RuntimeError: another `record` block is open.
+        RuntimeError: another `record` block is open, for whichever model.
     """
     ddp = state.ddp_of(model)
     recording = Recording(rank=ddp.process_group.rank())
@@ -164,7 +164,7 @@ class _Recorder(Subscriber):
     def _show_range(self, index: ParameterIndex) -> None:
         """Begin a range of the profiler with a bucket's last gradient; it ends with the launch."""
         bucket = self._bucket_of.get(index)
-        if bucket is not None:
+        if bucket is not None:  # else the buckets are not known yet
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._range.enter_context(record_function(self._names[bucket]))

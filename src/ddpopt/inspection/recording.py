@@ -145,7 +145,7 @@ class MedianStep(RecordedStep):
 class Recording:
     """The steps that one rank recorded. `notes` say what could not be recorded, and what to do.
 
-    It is filled in when the block of `ddpopt.record` ends.
+    It is filled in when the block of `ddpopt.record` ends, unless that raises.
     """
 
     rank: int
