@@ -186,7 +186,7 @@ def _tell(
 
 def _subscriptions_of(ddp: DistributedDataParallel) -> tuple[_Subscription, ...]:
     subscriptions = _subscriptions.find(ddp)
-    if subscriptions is None:  # neither a forward nor `subscribe` has asked for them before
+    if subscriptions is None:  # asked for the first time
         found = [interest(ddp) for interest in _interests]
         subscriptions = tuple(_Subscription(Turn.WATCHES, s) for s in found if s is not None)
         _subscriptions.set(ddp, subscriptions)

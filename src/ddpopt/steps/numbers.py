@@ -67,8 +67,8 @@ class _Numbering(Subscriber):
                     return  # as a critic in its generator's step: its first backward comes later
                 self._nodes = [_torch.accumulate_node(tensor) for tensor in trained]
         unsubscribe(ddp, _Numbering)
-        # A hook for each, some 10 us once for each parameter; fewer could number two modules
-        # differently on ranks, or one module on some ranks alone:
+        # A hook for each, before or after its gradient, some 10 us once for each parameter; fewer
+        # could number two modules differently on ranks, or one module on some ranks alone:
         # - On one parameter: with `find_unused_parameters` a rank may not use it. And where two
         #   modules' first gradients arrive in one backward, a rank whose forward takes branches in
         #   another order may get that gradient before or after the other module's first one.
@@ -81,7 +81,7 @@ class _Numbering(Subscriber):
     def _number(
         self, ddp_ref: Callable[[], DistributedDataParallel | None], _gradients: object
     ) -> None:
-        """Number the module, in front of the first gradient; a hook of each of `_nodes`."""
+        """Number the module with its first gradient; a hook of each of `_nodes`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._nodes = [], []

@@ -46,9 +46,9 @@ class StepTimer:
     """Notes the steps of a DDP module, for somebody who tells it of forwards.
 
     `on_ready` gets the index of each gradient that arrives in a step. `on_launched` is called after
-    DDP's own hook on each gradient, and makes the timer note launches too. `has_unreduced` says
-    that a gradient has arrived outside of any step since the last step's backward ended: DDP has
-    yet to reduce that gradient.
+    DDP's own hook on each gradient, and makes the timer note launches too; `on_end` at the end of
+    each backward of a step. `has_unreduced` says that a gradient has arrived outside of any step
+    since the last step's backward ended: DDP has yet to reduce that gradient.
     """
 
     def __init__(
