@@ -46,8 +46,10 @@ def backend(
 
     Raises:
         OptionError: an option is unknown or has an invalid value.
-        UnsupportedModeError: a mode that bypasses DDP's Reducer is on.
+        PlanError: the options name a plan that cannot be read, or does not fit the module.
+        UnsupportedModeError: torch is in a mode without DDP's Reducer, or without overlap.
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
+        Exception: what the inner compiler raises.
     """
     resolved = resolve_options(mode, options)
     # At each compile: a reset of Dynamo's calls `backend.reset`, and forgets to do so at the next.
@@ -125,7 +127,7 @@ def _warn_of_ranks(num_ranks: int) -> None:
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
-    """Raise UnsupportedModeError if torch is in a mode in which DDP's Reducer would be bypassed."""
+    """Raise UnsupportedModeError in a mode of torch without DDP's Reducer, or without overlap."""
     mode = _torch.optimize_ddp_mode()
     # Asked without a module too: in this mode DDP never says that its forward is active.
     if mode.startswith("python_reducer"):
@@ -149,7 +151,7 @@ def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
 
 
 def _check_is_on(options: Options) -> None:
-    """Raise NotCutError if splitting is switched off, or TorchDriftError if it cannot work."""
+    """Raise NotCutError if splitting is off or gradients are, TorchDriftError if it cannot work."""
     if options.drift:  # torch lacks a name that the inner compiler needs
         raise TorchDriftError(options.drift)
     # `optimize_ddp = False` turns off the in-tree optimizer, a workaround that stands in many

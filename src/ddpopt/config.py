@@ -107,7 +107,7 @@ def patch(**flags: object) -> Iterator[None]:
     """Set flags for the duration of a `with` block or of a decorated function.
 
     Raises:
-        OptionError: a name is not a flag, or a value has the wrong type; no flag is set then.
+        OptionError: a name is not a flag, or it cannot have the value; no flag is set then.
     """
     for name, value in flags.items():
         check_flag(name, value)

@@ -70,7 +70,7 @@ def resolve_options(mode: str | None, options: Mapping[str, Any] | None) -> Opti
     inner = given.pop("inner", "inductor")
     name = inner if isinstance(inner, str) else getattr(inner, "__name__", type(inner).__name__)
     # Compiles a forward's or a backward's graph that AOTAutograd made; None if the inner compiler
-    # has no part that does this alone: then only forward is cut.
+    # has no part that does this alone, or uses CUDA graphs: then only forward is cut.
     aot: _torch.AOTCompilerFn | None = None
     has_cuda_graphs = False
     compiler, drift = _run_uncompiled, ""  # if `inner` cannot be resolved
