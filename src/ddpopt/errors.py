@@ -21,7 +21,7 @@ class OptionError(DDPOptError, ValueError):
 
 
 class UnsupportedModeError(DDPOptError, RuntimeError):
-    """A mode of torch that bypasses DDP's C++ Reducer is on, so there is nothing to overlap.
+    """torch or a trainer is in a mode in which ddpopt cannot overlap DDP's communication.
 
     Change the setting that the message names, or use another backend.
     """

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class InputError(DDPOptError, ValueError):
-    """A command cannot work with an argument, a file or a factory; exit status 2."""
+    """A command cannot work with an argument, a variable, a file or a factory; exit status 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
