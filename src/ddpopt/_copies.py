@@ -165,7 +165,7 @@ def copy_function(function: T, memo: dict[int, Any]) -> T:
 
     Modules are found in closures, defaults, attributes of methods' objects and of callable ones,
     `functools.partial`, lists, tuples and dictionaries in these, and in the global names that a
-    function uses; not in what has more than `_MOST_SEARCHED_ITEMS` of these, nor in torch's own
+    function uses; not in what has more than `_MOST_SEARCHED_ITEMS` items, nor in torch's own
     functions. A module that cannot be copied is used itself. `memo` is that of `copy.deepcopy`, and
     says which copies exist already.
     """

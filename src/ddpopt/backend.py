@@ -47,7 +47,7 @@ def backend(
     Raises:
         OptionError: an option is unknown or has an invalid value.
         PlanError: the options name a plan that cannot be read, or does not fit the module.
-        UnsupportedModeError: torch is in a mode in which nothing could overlap.
+        UnsupportedModeError: torch is in a mode that leaves DDP, or any overlap, out.
         RecomputationError: a checkpoint's recomputation is compiled differently from its forward.
         Exception: what the inner compiler raises.
     """
@@ -127,7 +127,7 @@ def _warn_of_ranks(num_ranks: int) -> None:
 
 
 def _refuse_unsupported_modes(ddp: DistributedDataParallel | None) -> None:
-    """Raise UnsupportedModeError if torch is in a mode in which nothing could overlap."""
+    """Raise UnsupportedModeError if torch is in a mode that leaves DDP, or any overlap, out."""
     mode = _torch.optimize_ddp_mode()
     # Asked without a module too: in this mode DDP never says that its forward is active.
     if mode.startswith("python_reducer"):

@@ -67,7 +67,7 @@ def explain(model: torch.nn.Module, plan: BucketPlan | None = None) -> Explanati
         hints.append(_describe_ddps_measurement(ddp))
     if problem:
         hints.append(f"predicted: nothing; {problem}")
-    elif predicted is None and not tuner.is_searching(ddp):  # else costs are being measured
+    elif predicted is None and not tuner.is_searching(ddp):  # a search may yet find costs
         remedy = _PLAN if search else f"{_PLAN}, or find buckets by buckets='auto'"
         hints.append(f"predicted: nothing; {remedy}")
     advice = hint.hint_of(ddp)

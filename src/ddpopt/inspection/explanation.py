@@ -97,7 +97,7 @@ class Explanation:
     uncompiled: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON data of all but `bucket_plan` and `uncompiled`; see docs/reading-the-logs.md."""
+        """Graphs, buckets, hints and times (in s) as JSON data; see docs/reading-the-logs.md."""
         predicted: dict[str, Any] | None = None
         if self.predicted is not None:
             predicted = {"basis": self.basis, **_fields(self.predicted, *_PREDICTED_TIMES)}

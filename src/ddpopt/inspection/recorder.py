@@ -164,7 +164,7 @@ class _Recorder(Subscriber):
     def _show_range(self, index: ParameterIndex) -> None:
         """Begin a range of the profiler with a bucket's last gradient; it ends with the launch."""
         bucket = self._bucket_of.get(index)
-        if bucket is not None:  # else the buckets are not known yet
+        if bucket is not None:  # else the buckets were not known
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._range.enter_context(record_function(self._names[bucket]))
