@@ -101,10 +101,11 @@ def _copy_ddp(
     copied_by_name = dict(module.named_parameters(remove_duplicate=False))
     # By the module's own names, which the copy has too.
     name_of, tensors = names_now(ddp), []
-    for tensor in (reduced := reducer_parameters(ddp)):
+    record_of = reducer_parameters(ddp)  # each parameter's name, bytes and whether it is sparse
+    for tensor in record_of:
         is_there = tensor in name_of
         tensors.append(copied_by_name[name_of[tensor]] if is_there else copy_of(tensor))
-    make_reducer(copied_ddp, tensors, list(reduced.values()))
+    make_reducer(copied_ddp, tensors, list(record_of.values()))
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:

@@ -68,7 +68,7 @@ def rebucket(model: torch.nn.Module, plan: BucketPlan | str | os.PathLike[str]) 
     apply(ddp, agreed)
     state.get(ddp).recompile_by_new_limits()
     _forbid_backward(ddp)
-    note = describe_ranks(ddp, agreed)
+    note = note_on_predictions(ddp, agreed)
     if note and ddp.process_group.rank() == 0:
         _logs.info("buckets are those of a plan%s", note)
 
@@ -256,8 +256,8 @@ def _find_hook_problem(ddp: DistributedDataParallel) -> str:
 def find_misfit(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """Say how the parameters of `plan` differ from those that `ddp` reduces; "" if they match."""
     reduced = {p.name: p.num_bytes for p in _torch.reducer_parameters(ddp).values()}
-    plain_of = _plain_names(ddp, plan)
-    planned = {plain_of[g.name]: g.num_bytes for g in plan.profile.gradients}
+    reducer_name_of = _names_in_reducer(ddp, plan)
+    planned = {reducer_name_of[g.name]: g.num_bytes for g in plan.profile.gradients}
     remedy = "plan for this very model"
     not_planned, not_reduced = reduced.keys() - planned, planned.keys() - reduced
     for names, where in ((not_planned, "in the plan"), (not_reduced, "reduced")):
@@ -373,11 +373,13 @@ def _replace_reducer(
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[ParameterIndex]]:
     """The buckets of a plan that fits, by parameters' indices, as DDP has its own."""
     index_of = {p.name: p.index for p in _torch.reducer_parameters(ddp).values()}
-    plain_of = _plain_names(ddp, plan)
-    return [[index_of[plain_of[name]] for name in bucket.parameters] for bucket in plan.buckets]
+    reducer_name_of = _names_in_reducer(ddp, plan)
+    return [
+        [index_of[reducer_name_of[name]] for name in bucket.parameters] for bucket in plan.buckets
+    ]
 
 
-def _plain_names(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str, str]:
+def _names_in_reducer(ddp: DistributedDataParallel, plan: BucketPlan) -> Mapping[str, str]:
     """By a plan's name of a parameter, its name in `reducer_parameters`.
 
     A plan's names have `_orig_mod` in them where modules were compiled when it was made.
@@ -410,7 +412,7 @@ def for_ranks_of(ddp: DistributedDataParallel, plan: BucketPlan) -> BucketPlan:
     return plan if num_ranks == 1 else plan.for_ranks(num_ranks)
 
 
-def describe_ranks(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
+def note_on_predictions(ddp: DistributedDataParallel, plan: BucketPlan) -> str:
     """What becomes of a plan's predictions among the ranks of `ddp`, to end a sentence.
 
     "" if the plan's cost was measured among as many ranks as `ddp` has.

@@ -368,7 +368,7 @@ class _Tuner(Subscriber):
         _tell_new_reducer_of_forward(ddp)
         if state.get(ddp).is_recut:  # otherwise compiled code was already cut for these buckets
             state.get(ddp).recompile_by_new_limits()
-        ranks = rebucket.describe_ranks(ddp, best)
+        ranks = rebucket.note_on_predictions(ddp, best)
         self._report(ddp, f"buckets are those of {self.source}{ranks}")
 
     def _decide(self, ddp: DistributedDataParallel, measured: Measured) -> None:

@@ -157,6 +157,7 @@ def make_section_graphs(
     # Which values are kept between sections, and for how long.
     last_taken = {node: k for k, nodes in enumerate(taken) for node in nodes}
     kept = [[node for node in nodes if node in last_taken] for nodes in made]
+    # A run has a list with a place for each, see gates.py.
     slot_of = {node: slot for slot, node in numbered(Slot, [*inputs, *itertools.chain(*kept)])}
     # Inductor must not reuse the memory of parameters and tangents, as it does that of saved values
     # after their last use.
@@ -290,9 +291,9 @@ def _with_snapshots(
                                                s = sigmoid(v')
 
     `snapshot_reads`, of `BackwardSections`, has the calls of later sections that must read memory
-    as the forward left it, as call 2 here, and that memory. Returns the copy; its calls, numbered
-    as those of `gm`; and the calls that make snapshots, which have to run first of all. New views,
-    such as v', are in neither list: each section makes the views that it reads.
+    as the forward left it, as call 2 here, and that memory; also calls with effects. Returns the
+    copy; its calls, numbered as those of `gm`; and the calls that make snapshots, which have to run
+    first of all. New views, such as v', are in neither list: each section makes those it reads.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

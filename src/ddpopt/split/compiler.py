@@ -201,8 +201,9 @@ def _make_runner(
 ) -> GraphRunner:
     """Make the runner of a compiled graph, register it with the module, and log the cut.
 
-    `cut_for` says for which buckets the graph was cut, and `arrives_last` which gradients have to
-    arrive last in every step, see `GraphRunner`.
+    The runner serves each DDP module that runs the graph's code: for those after `ddp` it calls
+    `start` and `_log`. `cut_for` says for which buckets the graph was cut, and `arrives_last` which
+    gradients have to arrive last in every step, see `GraphRunner`.
     """
     runner = GraphRunner(
         compiled,

@@ -90,9 +90,10 @@ class DynamoGraph:
 
 def new_cut(gm: fx.GraphModule, options: Options) -> Cut:
     """The record of a graph that is yet to be cut: no sections, no buckets, no reason."""
-    calls, num_collectives = call_nodes(gm.graph), 0
+    calls = call_nodes(gm.graph)
     # A graph that stays whole because torch has moved a name has a record too. Where the name is
-    # one that `may_communicate` needs, ranks are not compared by this number.
+    # one that `may_communicate` needs, the number stays 0, by which ranks are not compared.
+    num_collectives = 0
     with contextlib.suppress(TorchDriftError):
         num_collectives = sum(map(may_communicate, calls))
     return Cut(

@@ -62,9 +62,9 @@ class DDPState:
         # Dynamo's entries for what it compiled for the module. `backend` adds them, with the guard
         # on `rules`; `_forget_code` gives them up.
         self.code: list[Any] = []
-        # The graphs that have run in the present forward, each of which has a cut; None between
-        # forwards, and where nobody reports forwards. The list keeps parameters of shared graphs
-        # alive, so it ends with the forward.
+        # The graphs that have run in the present forward, each of which has a cut. None between
+        # forwards, since the list keeps parameters of shared graphs alive, and in a process where
+        # nobody reports forwards. This may be in the midst of one, so it is not None here.
         self._runs: list[_GraphRun] | None = [] if are_forwards_reported() else None
         # The names of the graphs that ran in the last forward with gradients, in that order.
         self._last_runs: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class DDPState:
         self._reducer = ReducerBuckets()  # DDP's own buckets, which the Reducer has yet to tell
         self._cut_goal = CutGoal()  # cut graphs for the Reducer's buckets; nothing is provisional
         # How many graphs have run under no_sync since the last one outside of it; counted until
-        # the buckets are final.
+        # the buckets are final. After many, gradients are no longer put in order.
         self.num_unsynced_runs = 0
         # The runners of graphs whose cuts need not be compared with the buckets until these change.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
