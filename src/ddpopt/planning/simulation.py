@@ -167,6 +167,7 @@ def _cost(
         return network, "as given"
     if network is not None:
         return network.allreduce(world_size), f"{network.algorithm}, computed from given links"
+    # The text is by the ranks whose cost was measured: the plan's own may be extrapolated from it.
     extrapolation = describe_extrapolation(plan.basis_ranks, world_size)
     cost = plan.cost.extrapolated(plan.world_size, world_size)
     return cost, f"ring, {extrapolation}" if extrapolation else "as in the plan"
