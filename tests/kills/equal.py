@@ -31,6 +31,8 @@ EQUAL: dict[str, str] = {
     "all(source is other for source, other in sources.items()) becomes False": (
         "a view of memory without a snapshot is made once more, by the same call"
     ),
+    "split/arrival.py: `return (5 if index < first_earlier_index else 3, 0, -index)`: "
+    "5 becomes 6": ("the other parameters with 5 are those of another rule"),
     "ranks/meetings.py: `if not answer and time.monotonic() >= next_look_s:`: >= becomes >": (
         "the first look comes one poll later"
     ),

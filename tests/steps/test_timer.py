@@ -23,9 +23,10 @@ X = torch.ones(2, WIDTH)
 NUM_TO_SETTLE = 2  # steps, after which DDP has its buckets
 
 
-def _timed(**more: Any) -> tuple[DistributedDataParallel, StepTimer]:
+def _timed(*, static_graph: bool = False, **more: Any) -> tuple[DistributedDataParallel, StepTimer]:
     """A DDP module of two weights, each in a bucket, and its timer."""
-    ddp = DistributedDataParallel(MLP(2, bias=False), bucket_cap_mb=0.01)
+    model = MLP(2, bias=False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, static_graph=static_graph)
     return ddp, StepTimer(ddp, Clock(torch.device("cpu")), **more)
 
 
@@ -110,6 +111,24 @@ def test_a_gradient_in_no_step_is_unreduced_until_a_steps_backward_ends(one_rank
     assert timer.has_unreduced
     finish_a_step()
     assert timer.num_backwards == len(timer.steps) == 3
+
+
+def test_a_forward_without_communication_ends_the_step_for_gradients_that_it_lacked_too(
+    one_rank: None,
+) -> None:
+    """A static graph may leave a parameter unused, whose first gradient comes under `no_sync`."""
+    ddp, timer = _timed(static_graph=True)
+    last = ddp.module.layers[-1].requires_grad_(False)
+    _forward(ddp, timer).backward()
+    (step,) = timer.steps
+    noted = dict(step.ready)
+    assert 0 < len(noted) < len(list(ddp.parameters()))
+    last.requires_grad_(True)
+    timer.skip_forward()
+    with ddp.no_sync():
+        ddp(X).sum().backward()
+    assert step.ready == noted
+    assert timer.has_unreduced
 
 
 def test_of_the_gradients_only_those_that_are_watched_are_noted(one_rank: None) -> None:
