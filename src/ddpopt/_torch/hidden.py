@@ -52,8 +52,9 @@ _FOLDER = Path(__file__).parent.parent
 _calling_users: set[types.CodeType] = set()
 # The code of ours that `hide_from_dynamo` found last, each with what it told Dynamo of it.
 _told: list[tuple[types.CodeType, Any]] = []
-# Our modules as `hide_from_dynamo` last went through them, each with the ids of what its names are.
-_searched: list[tuple[types.ModuleType, list[int]]] = []
+# As `hide_from_dynamo` last looked for code: how much is in `_calling_users`, and our modules, each
+# with the ids of what its names are.
+_searched: list[object] = []
 # Containers, and what stands around a function in a class or module (a property, a partial, a
 # cache). In these too functions of ours are looked for, beside our classes and their instances.
 _CONTAINERS_AND_WRAPPERS = (
@@ -73,9 +74,7 @@ _CONTAINERS_AND_WRAPPERS = (
 
 def calls_users_code(function: _Function) -> _Function:
     """Let Dynamo compile what this function of ours calls; see [Note: hidden code]."""
-    if function.__code__ not in _calling_users:
-        _calling_users.add(function.__code__)
-        _searched.clear()  # or `hide_from_dynamo` would keep what it took the code for
+    _calling_users.add(function.__code__)
     return function
 
 
@@ -107,8 +106,9 @@ def _hide_from_tracing() -> None:
 def _hide_frames() -> None:
     """Make Dynamo run frames of ours, and what they call, as they are."""
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == _NAME]
-    # Code of ours is new only in a module that is being imported, whose names then change.
-    state = [(module, list(map(id, vars(module).values()))) for module in modules]
+    # Code of ours is new only in a module that is being imported, whose names then change. What was
+    # found before may have been marked since, see `calls_users_code`.
+    state = [len(_calling_users), *((m, list(map(id, vars(m).values()))) for m in modules)]
     if state != _searched:
         _search(modules)
         _searched[:] = state
