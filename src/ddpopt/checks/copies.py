@@ -103,6 +103,7 @@ class Rehearsal:
             monitored_block, self.ddp.process_group, name, silence_s=silence_s
         )
 
+    @torch.inference_mode(False)  # in which the copy's parameters could not be trained
     def rehearse(self, *, has_own_code: bool = False) -> tuple[ModelCopy, bool]:
         """Run a step of a copy without DDP's communication; copying, forward, backward are stages.
 
@@ -120,14 +121,13 @@ class Rehearsal:
             OptionError: as `copy_model`; or the batch cannot be copied; or the copy used parameters
                 or buffers of the model itself, which stay unchanged.
         """
-        with torch.inference_mode(False), self.stage("copying"):
+        with self.stage("copying"):
             copied = copy_model(self.model, self.loss_fn, has_own_code=has_own_code)
             batch = _copies.copy_batch(self.batch, OptionError)
         for ddp in copied.ddp_modules:
             _torch.keep_local(ddp)  # DDP communicates neither buffers nor gradients
         state_before = _randomness(self.ddp)
         with (
-            torch.inference_mode(False),
             torch.enable_grad(),
             restoring_randomness(self.ddp),
             copied.drawing_as_compiled(),
