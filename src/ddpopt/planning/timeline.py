@@ -61,9 +61,14 @@ class Timeline:
 
         Less than the iteration takes beyond `alone_s`: communication also slows computation down.
         """
-        reduced_s = self.buckets[-1].finished_s
-        assert reduced_s is not None, "a prediction knows when each bucket is reduced"
-        return max(0.0, reduced_s - self.computed_s)
+        return max(0.0, _reduced_s(self.buckets) - self.computed_s)
+
+
+def _reduced_s(buckets: Sequence[BucketTimes]) -> float:
+    """When the last of predicted buckets is reduced: their allreduces run one after the other."""
+    finished_s = buckets[-1].finished_s
+    assert finished_s is not None, "a prediction knows when each bucket is reduced"
+    return finished_s
 
 
 def bucket_table(buckets: Sequence[BucketTimes], title: str, texts: Iterable[str]) -> list[str]:
@@ -93,12 +98,10 @@ def predict(profile: Profile, bucket_sizes: Sequence[int], cost: AllreduceCost) 
     """
     backward = _run_backward(profile, bucket_sizes, cost)
     alone_s = profile.forward_s + profile.between_s + profile.backward_s + profile.after_s
-    reduced_s = backward.buckets[-1].finished_s
-    assert reduced_s is not None, "a prediction knows when each bucket is reduced"
     return Timeline(
         forward_s=profile.forward_s,
         computed_s=backward.computed_s,
-        backward_s=max(backward.computed_s, reduced_s) + profile.after_s,
+        backward_s=max(backward.computed_s, _reduced_s(backward.buckets)) + profile.after_s,
         between_s=profile.between_s,
         alone_s=alone_s,
         communication_s=sum(cost.seconds(bucket.num_bytes) for bucket in backward.buckets),
