@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt._torch import new_reducer
 from ddpopt.errors import PlanError
 from ddpopt.planning import rebucket
 from tests.planning.bucket_machine import STATIC, UNUSED, VIEWS, WIDTH, Settings
@@ -124,6 +125,30 @@ def test_what_is_noted_of_no_sync_outlasts_a_recompile(rank: int) -> None:
     _loss(run)
     with pytest.raises(PlanError, match="no_sync"):
         ddpopt.rebucket(ddp, _plan(UNUSED))
+
+
+@on_ranks(2)
+def test_what_is_noted_of_no_sync_ends_with_its_reducer(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that fails gives DDP its former buckets, but in a Reducer that has noted nothing."""
+    ddp = _ddp(UNUSED)
+    run = compiled(ddp)
+    with ddp.no_sync():
+        _loss(run).backward()
+    _loss(run).backward()  # DDP reduces its notes
+    ddp.zero_grad()
+    register_hook = new_reducer.Change.register_hook
+
+    def fail_once(change: new_reducer.Change) -> None:
+        monkeypatch.setattr(new_reducer.Change, "register_hook", register_hook)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(new_reducer.Change, "register_hook", fail_once)
+    with pytest.raises(PlanError, match="no memory"):
+        ddpopt.rebucket(ddp, _plan(UNUSED))
+    ddpopt.rebucket(ddp, _plan(UNUSED))
+    assert rebucket.plan_of(ddp)
 
 
 @on_ranks(2)

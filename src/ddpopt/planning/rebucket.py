@@ -38,6 +38,9 @@ from ddpopt.steps.forwards import (
 
 # The plan that the Reducer was made for, if any.
 _plans: ModuleSlot[BucketPlan | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
+# How often DDP had reduced its notes of used parameters at the first forward under no_sync: while
+# that number stays, the notes are still there. A new Reducer has none, and counts from 0.
+_num_resets_before: ModuleSlot[int | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
 # Hooks after `rebucket`, on the module and its parameters. Until the next forward they make each
 # backward raise. Then, with a static graph of unknown arrivals, others on the module raise unless
 # DDP learns its gradients from the next backward.
@@ -153,9 +156,6 @@ class _Accumulation(Subscriber):
         # Whether the last forward with gradients was under no_sync. None is unknown, as at first,
         # where DDP only tells that the last one was under no_sync or without gradients.
         self._was_under_no_sync: bool | None = None
-        # How often DDP had reduced its notes of used parameters at the first forward under no_sync:
-        # while that number stays, the notes are still there.
-        self._num_used_map_resets: int | None = None
         with contextlib.suppress(TorchDriftError):  # then it stays unknown
             if _torch.last_forward_synced(ddp):
                 self._was_under_no_sync = False
@@ -172,21 +172,14 @@ class _Accumulation(Subscriber):
         if is_under_no_sync and not self._was_under_no_sync:
             # If this torch lacks the name, steps go on, and `rebucket`, which asks again, raises.
             with contextlib.suppress(TorchDriftError):
-                self._num_used_map_resets = _torch.num_used_map_resets(ddp)
+                _num_resets_before.set(ddp, _torch.num_used_map_resets(ddp))
         self._was_under_no_sync = is_under_no_sync
-
-    def forget_notes(self) -> None:
-        """Forget the notes of a Reducer that is gone: a new one counts from the beginning."""
-        self._num_used_map_resets = None
 
     def is_accumulating(self, ddp: DistributedDataParallel) -> bool | None:
         """Whether gradients accumulate, None if that is not known."""
-        return self._has_notes(ddp) or self._was_under_no_sync
-
-    def _has_notes(self, ddp: DistributedDataParallel) -> bool:
-        """Whether DDP has reduced nothing since the first forward under no_sync."""
-        resets_before = self._num_used_map_resets
-        return resets_before is not None and resets_before == _torch.num_used_map_resets(ddp)
+        num_resets = _num_resets_before.get(ddp)
+        has_notes = num_resets is not None and num_resets == _torch.num_used_map_resets(ddp)
+        return has_notes or self._was_under_no_sync
 
 
 def _is_accumulating(ddp: DistributedDataParallel) -> bool:
@@ -365,9 +358,6 @@ def _replace_reducer(
 
     num_arrivals = static_graph.find_arrivals(ddp)
     _torch.replace_reducer(ddp, buckets, caps_bytes, num_arrivals, settle)
-    watching = find_subscriber(ddp, _Accumulation)
-    if watching is not None:
-        watching.forget_notes()  # the new Reducer has noted no parameter as used
 
 
 def indices_of(ddp: DistributedDataParallel, plan: BucketPlan) -> list[list[ParameterIndex]]:
