@@ -81,6 +81,20 @@ def lost():
 def broken():
     raise KeyError("no such weights")
 
+def failing_on_rank_1():
+    from ddpopt.cli import bench
+    bench._LONGEST_WAIT_S = 2.0
+    model, num_forwards = MLP(), 0
+
+    def fail(*_):
+        nonlocal num_forwards
+        num_forwards += 1
+        if torch.distributed.get_rank() == 1 and num_forwards == 3:
+            raise torch.OutOfMemoryError("no memory on this rank")
+
+    model.register_forward_pre_hook(fail)
+    return model, torch.ones(2, 64)
+
 def slow():
     import sys, time
     print("begun", file=sys.stderr, flush=True)
@@ -375,6 +389,15 @@ def test_bench_prints_a_table(folder: Path) -> None:
     times = r"(?: +[\d.]+){3}"
     assert re.search(rf"^ +default +eager{times} +1\.00 +-  DDP, not com", done.stdout, re.M)
     assert re.search(rf"^ +default +backward{times} +[\d.]+ +-  ddpopt", done.stdout, re.M)
+
+
+@pytest.mark.slow
+def test_bench_ends_if_one_rank_alone_cannot_train(folder: Path) -> None:
+    """Rank 0 waits for the gradients of rank 1, which says so and ends; torchrun ends rank 0."""
+    done = _run_on_two_ranks("bench", "models_of_mine:failing_on_rank_1", "--peers", "eager")
+    assert done.returncode
+    assert "failed on this rank (OutOfMemoryError: no memory on this rank)" in done.stderr
+    assert "but rank 0 did not come within 2 s" in done.stderr
 
 
 @pytest.mark.slow

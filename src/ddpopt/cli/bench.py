@@ -20,9 +20,11 @@ from ddpopt import _torch
 from ddpopt._text import count, format_ms, quote
 from ddpopt.cli.inputs import Loaded, find_factory, torchrun_group
 from ddpopt.cli.output import InputError, Report, Screen, Table
+from ddpopt.errors import PeerError
 from ddpopt.options import resolve_options
 from ddpopt.planning import tuner
 from ddpopt.planning.batch import call_model, find_loss
+from ddpopt.ranks.meetings import JointDecision, next_key
 from ddpopt.steps.clock import Clock
 
 _BASELINES = ("eager", "intree")
@@ -30,6 +32,7 @@ _WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those
 _MOST_STEPS = 100  # until better buckets are found
 _RECOMPILE_LIMIT = 200
 _ERROR_LENGTH = 300
+_LONGEST_WAIT_S = 120.0  # of a rank that cannot train, for others, whose compilers may be slower
 
 
 class Peer(NamedTuple):
@@ -197,16 +200,30 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
 def _admit(
     name: str, cap_mb: float | None, inner: str, loaded: Loaded
 ) -> tuple[_Trainee | None, str]:
-    """A model that was compiled and trained; or None and the error, if any rank had one.
+    """A model that was compiled and trained; or None and the error, if all ranks had one.
 
     A collective, so that all ranks measure the same ones.
+
+    Raises:
+        PeerError: some ranks cannot train, and the others wait for their gradients.
     """
+    group = dist.group.WORLD
+    assert group is not None, "the command has joined one"
+    meeting = JointDecision(group, f"bench: {name}", next_key(group, "bench"), _LONGEST_WAIT_S)
+    dist.barrier()  # each rank has announced that it comes to the meeting
     trainee, error = None, ""
     try:
         trainee = _Trainee(name, cap_mb, inner, loaded)
         trainee.warm_up()
     except Exception as raised:  # a way that cannot train this model does not stop the others
         error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
+    if refusal := meeting.decide():
+        # The process has to end: that frees the others from the collective in which they wait.
+        raise PeerError(
+            f"bench: {name} {f'failed on this rank ({error})' if error else 'trains on this rank'}"
+            f", but {refusal.reason}: it fails on some ranks alone; look at the log of each, and "
+            "mend what one lacks, or leave this way out of --peers"
+        )
     errors = [error] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     error = next(filter(None, errors), "")
