@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddpopt._copies import copy_function, deep_copy, foreign_forward
+from ddpopt._copies import copy_buffers, copy_function, deep_copy, foreign_forward, shielded
+from ddpopt.errors import OptionError
 
 SCALE = 2.0
 
@@ -40,3 +41,21 @@ def test_a_forward_set_on_a_module_may_hold_tensors_but_not_the_module(holds_mod
     held = model if holds_module else torch.ones(2)
     model.forward = lambda x: x + held.weight.sum() if holds_module else x + held  # type: ignore[method-assign]
     assert bool(foreign_forward(deep_copy(model), model)) == holds_module
+
+
+def test_a_modules_buffers_are_afterwards_what_they_were_also_new_and_replaced_ones() -> None:
+    """As where a copy's forward calls the original's, which makes a table at its first call."""
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    (norm,) = model
+    mean = norm.running_mean
+    before = copy_buffers(model)
+    with shielded(model, before, OptionError, "the model"):
+        mean.add_(1)
+        norm.running_mean = torch.ones(3)
+        norm.running_var.add_(1)
+        norm.register_buffer("table", torch.ones(2))
+        model.register_buffer("mask", torch.ones(2))
+    assert norm.running_mean is mean
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)

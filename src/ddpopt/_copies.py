@@ -330,13 +330,20 @@ def shielded(
             nodes.append(node)
             refuse = functools.partial(_refuse_gradient, name, error, what)
             hooks.append(node.register_prehook(refuse))
+    buffers = dict(original.named_buffers())
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
         for name in written_buffers(original, initial_buffers):
-            original.get_buffer(name).detach().copy_(initial_buffers[name])
+            path, _, attribute = name.rpartition(".")
+            owner = original.get_submodule(path)
+            if name in buffers:  # the block may have put another tensor in its place
+                buffers[name].detach().copy_(initial_buffers[name])
+                setattr(owner, attribute, buffers[name])
+            else:
+                delattr(owner, attribute)
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -389,11 +396,11 @@ def _drop_gradient(_gradients: object) -> tuple[None]:
 
 
 def written_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
-    """The buffers of a module that are not, bit for bit, what they were `before`."""
+    """The buffers of a module that are not, bit for bit, what they were `before`, or new."""
     written = []
     for name, buffer in module.named_buffers():
         # Not by their versions, which batch norm's writes leave as they are.
-        if not torch.equal(_bits(buffer), _bits(before[name])):
+        if name not in before or not torch.equal(_bits(buffer), _bits(before[name])):
             written.append(name)
     return written
 
