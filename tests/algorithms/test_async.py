@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpopt.algorithms import AsyncModelAverage, attach
 from ddpopt.algorithms.async_ import FairLock
+from ddpopt.algorithms.comm import Communicator
 from ddpopt.errors import AttachError, OptionError, PeerError
 from tests.algorithms import step_machine
 from tests.support import algorithms
@@ -380,6 +382,18 @@ def test_abort_does_not_wait_for_the_interval_and_resume_begins_with_a_round(ran
         assert trial.rounds == num_rounds
         trial.handle.resume()
     trial.handle.detach()
+
+
+@on_ranks(2)
+def test_a_thread_that_is_told_to_end_between_two_rounds_begins_no_other(rank: int) -> None:
+    """What it began would be left in flight, and the next collective would meet it."""
+    trial = Trial(AsyncModelAverage(sync_interval_ms=3.6e6))
+    trial.steps_until_rounds(1)
+    gather(None)  # both are between two rounds
+    with mock.patch.object(Communicator, "all_reduce") as all_reduce:
+        trial.handle.detach(average=False)
+    assert not all_reduce.called
+    assert not _threads()
 
 
 @on_ranks(2)

@@ -218,6 +218,9 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(
     assert search.plan is None
     assert search.num_graphs == graphs
     search.assert_cut_as_ddp_reduces()
+    torch._dynamo.reset()  # what is compiled anew is cut for the buckets that are back, too
+    search.step(batches(rank, [SHAPE])[0])
+    search.assert_cut_as_ddp_reduces()
     before, after = search.buckets[2], search.buckets[JUDGED - 1 :]
     assert len(search.buckets[DECIDED]) > 1
     assert after == [before] * len(after)
@@ -641,6 +644,20 @@ def test_the_choice_is_logged_once(rank: int) -> None:
     with logged("info") as lines:
         outcome = _Search().end()
     assert lines.count(outcome.rpartition("\n")[0]) == (rank == 0)
+
+
+def test_idle_forwards_are_told_once_and_not_before_they_are_twice_those_of_a_step() -> None:
+    """The call in which a step is seen to have ended counts no forward."""
+    most = tuning._MOST_IDLE
+    idle = tuning._IdleForwards()
+    assert [idle.count(0) for _ in range(most + 2)] == [False] * most + [True, False]
+    assert idle.are_many
+    idle = tuning._IdleForwards()
+    accumulated = [idle.count(step) for step in range(3) for _ in range(most)]
+    assert not any(accumulated)
+    assert not idle.are_many
+    without_a_step = [idle.count(3) for _ in range(2 * most)]
+    assert without_a_step.index(True) == 2 * (most - 1)
 
 
 def _search_twice(rank: int) -> list[tuple[str, int]]:

@@ -337,6 +337,20 @@ def test_a_backward_whose_parameters_are_attributes_of_the_graph_is_not_cut(one_
     assert only_cut(ddp).backward_fallback is Reason.ATTRIBUTES
 
 
+class BesideAnotherDevice(MLP):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x).sum(), other.square().sum()  # type: ignore[return-value]
+
+
+def test_a_backward_with_gradients_on_several_devices_is_not_cut(one_rank: None) -> None:
+    """The engine runs each device's part in a thread of its own, in no order with the others."""
+    ddp, model = _compile(BesideAnotherDevice(), 0.03, split="backward", inner="aot_eager")
+    other = torch.ones(2, device="meta", requires_grad=True)
+    torch.autograd.backward(model(batches(0, [(2, WIDTH)])[0], other))
+    assert only_cut(ddp).backward_fallback is Reason.DEVICES
+    assert ddp.module.layers[0].weight.grad is not None
+
+
 def test_a_backward_whose_graph_uses_streams_is_not_cut(one_rank: None) -> None:
     """How such calls are known, `test_guesses.py` shows, and that no forward is cut there."""
     with mock.patch.object(compiler, "uses_streams", return_value=True):
