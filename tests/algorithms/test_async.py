@@ -547,15 +547,15 @@ def test_models_whose_buffers_ddp_does_not_send_are_taken(one_rank: None) -> Non
 # ---- what ends a thread -----------------------------------------------------------------------
 
 
-def _lose_rank_2(rank: int) -> tuple[list[str], list[str]]:
-    """Kill rank 2, and return what each call raises on the others, and the threads that are left.
+def _lose_rank_2(rank: int, end: signal.Signals) -> tuple[list[str], list[str]]:
+    """End or stop rank 2; return what each call raises on the others, and the threads left there.
 
     It waits for two rounds first, however many steps those take.
     """
     trial = Trial(timeout_s=10)
     trial.steps_until_rounds(2)
     if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), end)
     errors: list[str] = []
     trial.until(lambda: bool(errors), lambda: errors.extend(_failures(trial.step)))
     stops = (trial.handle.abort, trial.handle.resume, trial.handle.average)
@@ -568,9 +568,13 @@ def _failures(call: Callable[[], object]) -> list[str]:
     return [text for text in [error_of(call)] if text != "nothing"]
 
 
-def test_a_rank_that_dies_makes_the_others_fail_clearly(make_ranks: MakeRanks) -> None:
+@pytest.mark.quick("dies")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_rank_that_dies_or_hangs_makes_the_others_fail_clearly(
+    make_ranks: MakeRanks, end: signal.Signals
+) -> None:
     """The next forward fails, and all calls that stop the rounds; the thread has ended."""
-    answers = make_ranks(3).run_survivors([0, 1], _lose_rank_2)
+    answers = make_ranks(3).run_survivors([0, 1], _lose_rank_2, end)
     for errors, threads in answers.values():
         assert len(errors) == 6
         for error in errors[:5]:

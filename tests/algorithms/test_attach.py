@@ -204,7 +204,8 @@ def test_ranks_of_several_nodes_are_no_node(rank: int) -> None:
 class _Config:
     """It has no text of its own, so that `str` shows its address."""
 
-    scale = 0.5
+    def __init__(self, scale: float = 0.5) -> None:
+        self.scale = scale
 
     def adjust(self) -> None:
         pass
@@ -217,7 +218,11 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "method": lambda: _Config().adjust,
     "partial": lambda: functools.partial(_traces, 1),
     "set": lambda: {"decay", "embedding", "norm", "bias"},
-    "differs": lambda: [_traces, _Config][dist.get_rank()],
+}
+# Settings that differ between the two ranks, and what of it the error shows.
+UNEQUAL_SETTINGS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "kind": (lambda rank: [_traces, _Config][rank], r".*_Config instead of .*_traces"),
+    "attribute": (lambda rank: _Config(0.5 + rank), r".*scale.*1\.5.* instead of .*scale.*0\.5"),
 }
 
 
@@ -227,12 +232,17 @@ def test_settings_are_compared_by_what_they_are(name: str) -> None:
     """Not by a text, which has addresses and the order of hashes, and refused equal ranks."""
     ddp = DistributedDataParallel(MLP(1))
     groups = [{"params": list(ddp.parameters()), "mine": SETTINGS[name]()}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    if name == "differs":
-        with pytest.raises(AttachError, match=r"group 0, mine is .*_Config instead of .*_traces"):
-            attach(ddp, optimizer, FLAT)
-    else:
-        attach(ddp, optimizer, FLAT).detach()
+    attach(ddp, torch.optim.SGD(groups, lr=0.1), FLAT).detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", UNEQUAL_SETTINGS)
+def test_settings_that_differ_in_kind_or_in_an_attribute_are_refused(rank: int, name: str) -> None:
+    ddp = DistributedDataParallel(MLP(1))
+    make, shown = UNEQUAL_SETTINGS[name]
+    groups = [{"params": list(ddp.parameters()), "mine": make(rank)}]
+    with pytest.raises(AttachError, match=f"group 0, mine is {shown}"):
+        attach(ddp, torch.optim.SGD(groups, lr=0.1), FLAT)
 
 
 # ---- a parameter in two DDP modules --------------------------------------------------------------

@@ -218,6 +218,15 @@ def test_at_most_half_a_level_is_lost(block: list[list[float]], dtype: torch.dty
     assert (lost <= (width + EPSILON) / 510 * 1.00001 + rounding).all()
 
 
+def test_values_much_smaller_than_the_largest_of_their_chunk_become_zero() -> None:
+    """In a chunk of their own they are kept, as with buckets that are small enough."""
+    large, small = torch.linspace(-1, 1, 8), torch.linspace(-1e-3, 1e-3, 8)
+    beside_large = decompress(compress(torch.cat([large, small])[None]))[0, 8:]
+    assert torch.equal(beside_large, torch.zeros(8))
+    alone = decompress(compress(torch.stack([large, small])))[1]
+    torch.testing.assert_close(alone, small, rtol=0, atol=1e-5)
+
+
 @given(st.lists(FLOATS, min_size=1, max_size=9))
 def test_zero_stays_zero(values: list[float]) -> None:
     decoded = decompress(compress(torch.tensor([[*values, 0.0]])))

@@ -127,8 +127,10 @@ def test_a_hook_that_ddp_refused_is_not_the_one_that_stays(
     ddpopt.rebucket(ddp, plan_of(ddp.module, (12,)))
 
 
-def test_a_copy_of_a_module_with_a_hook_may_have_one_of_its_own(one_rank: None) -> None:
-    """The first in its list is the original's then, which its Reducer does not have."""
+def test_a_copy_of_a_module_with_a_hook_has_new_buckets_unless_it_was_given_another(
+    one_rank: None,
+) -> None:
+    """The first in its list is the original's, which its Reducer does not have."""
     ddp = DistributedDataParallel(MLP())
     ddp.register_comm_hook(2, _scale)
     copied = copy.deepcopy(ddp)
@@ -242,11 +244,15 @@ class _OwnState(PowerSGDState):
         ("other model", r"on rank 1: 2 parameters .*layers.5"),
         ("other size", r"layers.0.weight has 16384 bytes, and 4096"),
         ("dtypes", "several dtypes"),
+        ("sparse", "of several dtypes or devices, or sparse"),
         ("PowerSGD", "PowerSGD"),
         ("in backward", "a backward is running"),
         ("changed setting", "find_unused_parameters was changed"),
     ],
-    ids=["differ", "other model", "other size", "dtypes", "PowerSGD", "in backward", "setting"],
+    ids=[
+        *("differ", "other model", "other size", "dtypes", "sparse"),
+        *("PowerSGD", "in backward", "setting"),
+    ],
 )
 def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     rank: int, case: str, message: str
@@ -254,6 +260,8 @@ def test_a_plan_that_cannot_be_used_is_refused_on_all_ranks(
     module: nn.Module = MLP()
     if case == "dtypes":
         module.layers[0].half()  # type: ignore[operator]
+    if case == "sparse":
+        module = nn.Sequential(nn.Embedding(8, 64, sparse=True), module)
     ddp = DistributedDataParallel(module)
     if case == "PowerSGD":
         ddp.register_comm_hook(_OwnState(None), powerSGD_hook)

@@ -19,6 +19,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpopt
+from ddpopt import _logs
 from ddpopt._torch import cached
 from ddpopt.inspection import Explanation
 from ddpopt.split import compiler
@@ -106,7 +107,6 @@ def test_a_warm_start_neither_traces_nor_cuts(cached_step: Step) -> None:
     torch.testing.assert_close(warm.gradients, warm.expected)
 
 
-@needs_our_code_in_caches
 def _assert_is_shown_without_calls(warm: Explanation, cold: Explanation) -> None:
     """Sizes are stored and texts are not: `explain` says so, and the graph has the same edges."""
     (warm_graph,), (cold_graph,) = (each.to_dict()["graphs"] for each in (warm, cold))
@@ -185,12 +185,20 @@ def test_a_damaged_or_foreign_entry_is_a_miss(
     assert _step().is_hit
 
 
-def test_a_graph_that_is_shown_is_cut_anew(cached_step: Step, tmp_path: Path) -> None:
-    """Code from a cache has no graphs to dump."""
-    with ddpopt.config.patch(dump_dir=str(tmp_path)):
+@pytest.mark.quick("dump_dir")
+@pytest.mark.parametrize("shown_by", ["dump_dir", "ddp_graphs", "TORCH_TRACE"])
+def test_a_graph_that_is_shown_is_cut_anew(
+    cached_step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_by: str
+) -> None:
+    """Code from a cache has no graphs to show."""
+    with ddpopt.config.patch(dump_dir=str(tmp_path) if shown_by == "dump_dir" else None):
+        if shown_by == "ddp_graphs":
+            monkeypatch.setattr(_logs, "is_showing_graphs", lambda: True)
+        if shown_by == "TORCH_TRACE":
+            monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
         shown = _step()
     assert not shown.is_hit
-    assert list(tmp_path.rglob("backward_section_0.py"))
+    assert bool(list(tmp_path.rglob("backward_section_0.py"))) == (shown_by == "dump_dir")
 
 
 @pytest.mark.quick("False-False")

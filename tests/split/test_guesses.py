@@ -57,7 +57,7 @@ class _TimesDrawn(torch.autograd.Function):
 
 
 class _Solved(torch.autograd.Function):
-    """The identity, whose backward calls an operator that torch registers as an effect."""
+    """The identity, whose backward calls operators that torch registers as effects."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,8 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient @ torch.linalg.inv(torch.eye(SIZE) * 2 + 0.1 * gradient.T @ gradient)
+        matrix = torch.eye(SIZE) * 2 + 0.1 * gradient.T @ gradient
+        return torch.linalg.solve(matrix, gradient @ torch.linalg.inv(matrix), left=False)
 
 
 class Layers(nn.Module):

@@ -23,6 +23,7 @@ from tests.support.graphs import Capture
     [
         ("call_method", "add", True),
         ("call_method", "add_", False),
+        ("call_method", "__iadd__", False),
         ("call_module", "layer", False),  # it may draw random numbers, or have hooks
         ("call_function", torch.add, True),
     ],

@@ -175,11 +175,13 @@ def _frozen() -> DistributedDataParallel:
     return ddp
 
 
+# What makes a module in a mode, and what cannot be done with it then.
+_ALL = {MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM, MODES_WITHOUT_REHEARSAL}
 DDP_IN_MODE = {
-    DDPMode.MIXED_PRECISION: _mixed,
-    DDPMode.OPTIMIZER_IN_BACKWARD: _stepping,
-    DDPMode.DELAYED_PARAMETERS: _delaying,
-    DDPMode.FROZEN: _frozen,
+    DDPMode.MIXED_PRECISION: (_mixed, _ALL),
+    DDPMode.OPTIMIZER_IN_BACKWARD: (_stepping, _ALL),
+    DDPMode.DELAYED_PARAMETERS: (_delaying, _ALL - {MODES_WITHOUT_REBUCKET}),
+    DDPMode.FROZEN: (_frozen, {MODES_WITHOUT_REHEARSAL}),
 }
 
 
@@ -187,9 +189,10 @@ DDP_IN_MODE = {
 @pytest.mark.parametrize("mode", DDP_IN_MODE, ids=lambda mode: mode.name)
 def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
     """It is not found by anything else."""
-    ddp = DDP_IN_MODE[mode]()
-    for modes in (MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM, MODES_WITHOUT_REHEARSAL):
-        assert find_mode(ddp, modes) is (mode if mode in modes else None)
+    make, refusing = DDP_IN_MODE[mode]
+    ddp = make()
+    for modes in _ALL:
+        assert find_mode(ddp, modes) is (mode if modes in refusing else None)
 
 
 def test_an_open_join_keeps_buckets_and_allreduces(one_rank: None) -> None:

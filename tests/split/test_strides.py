@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ddpopt
 from ddpopt.errors import Reason
 from tests.support.beside import Beside
 from tests.support.cuts import only_cut
@@ -79,3 +80,18 @@ def test_what_is_read_by_strides_is_as_in_eager(one_rank: None, kind: Any, split
     is_read_by_strides = split == "forward" and kind in (Slices, ReadsBefore)
     assert (cut.fallback is Reason.NO_LEGAL_CUT) is is_read_by_strides
     assert cut.backward_fallback is None
+
+
+def test_a_backward_reads_by_strides_in_its_first_section(one_rank: None) -> None:
+    """No hook runs before it that might write to the memory, of which there is no snapshot."""
+    beside = Beside(Checkpoints(), ddp_options={"bucket_cap_mb": 0.0005}, split="backward")
+    beside.step(torch.randn(4, WIDTH))
+    (graph,) = ddpopt.explain(beside.ddp).to_dict()["graphs"]
+    assert len(graph["sections"]) == 4
+    readers = [
+        number
+        for number, section in enumerate(graph["sections"])
+        for node in section["nodes"]
+        if node["target"].startswith("aten.as_strided")
+    ]
+    assert readers == [0] * 4

@@ -179,7 +179,7 @@ class Trained:
     """
 
     asked: frozenset[Use]
-    is_split: bool
+    splits: frozenset[str]  # of graphs that are cut: "backward", "forward"
     warnings: tuple[str, ...]
     error: str
     difference: str
@@ -210,7 +210,7 @@ def train_without(rank: int, use: Use | None, options: dict[str, Any]) -> Traine
     ddpopt.backend.install()
     return Trained(
         asked=frozenset(asked),
-        is_split=any(cut.sections for cut in cuts),
+        splits=frozenset(cut.split for cut in cuts if cut.sections),
         warnings=tuple(said),
         error=error,
         difference=difference,

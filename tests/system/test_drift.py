@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import ddpopt
 from ddpopt import _torch, algorithms, config
 from ddpopt._torch import names
-from ddpopt._torch.names import TABLE, PrivateName
+from ddpopt._torch.names import TABLE, Need, PrivateName
 from ddpopt.checks import verify
 from ddpopt.cli import doctor
 from ddpopt.planning import AllreduceCost, tuner
@@ -63,7 +63,7 @@ def _train_as_it_is(fresh_ranks: Ranks, options: dict[str, Any]) -> Trained:
         _trained[key] = fresh_ranks.run(train_without, None, options)
     for result in _trained[key]:
         assert (result.error, result.difference, result.warnings) == ("", "", ())
-        assert result.is_split
+        assert result.splits == {options["split"]}
     return _trained[key][0]
 
 
@@ -98,10 +98,12 @@ def _check_training(fresh_ranks: Ranks, uses: set[Use], options: dict[str, Any])
             assert f"{use.row}, which ddpopt needs" in result.warnings[0]
             assert torch.__version__ in result.warnings[0]
             if "compiled whole" in result.warnings[0]:
-                assert not result.is_split
+                assert not result.splits
                 assert "training goes on without overlap" in result.warnings[0]
             elif use.row not in WHOLE:
-                assert result.is_split, f"{use}: {result.warnings}"
+                is_lost = Need.BACKWARD.value in result.warnings[0]
+                splits = {"forward" if is_lost else options["split"]}
+                assert result.splits == splits, f"{use}: {result.warnings}"
 
 
 # ---- Training ---------------------------------------------------------------------------------
