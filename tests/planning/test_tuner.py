@@ -218,9 +218,9 @@ def test_a_change_that_made_iterations_no_shorter_is_taken_back(
     assert search.plan is None
     assert search.num_graphs == graphs
     search.assert_cut_as_ddp_reduces()
-    torch._dynamo.reset()  # what is compiled anew is cut for the buckets that are back, too
+    torch._dynamo.reset()
     search.step(batches(rank, [SHAPE])[0])
-    search.assert_cut_as_ddp_reduces()
+    assert not search.cuts[-1].sections  # what is compiled anew is for the one bucket that is back
     before, after = search.buckets[2], search.buckets[JUDGED - 1 :]
     assert len(search.buckets[DECIDED]) > 1
     assert after == [before] * len(after)

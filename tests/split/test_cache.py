@@ -191,7 +191,7 @@ def test_a_graph_that_is_shown_is_cut_anew(
     cached_step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_by: str
 ) -> None:
     """Code from a cache has no graphs to show."""
-    with ddpopt.config.patch(dump_dir=str(tmp_path) if shown_by == "dump_dir" else None):
+    with ddpopt.config.patch(dump_dir=str(tmp_path) if shown_by == "dump_dir" else ""):
         if shown_by == "ddp_graphs":
             monkeypatch.setattr(_logs, "is_showing_graphs", lambda: True)
         if shown_by == "TORCH_TRACE":
