@@ -330,20 +330,21 @@ def shielded(
             nodes.append(node)
             refuse = functools.partial(_refuse_gradient, name, error, what)
             hooks.append(node.register_prehook(refuse))
-    buffers = dict(original.named_buffers())
+    buffers = dict(original.named_buffers(remove_duplicate=False))  # by all of their names
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
         for name in written_buffers(original, initial_buffers):
-            path, _, attribute = name.rpartition(".")
-            owner = original.get_submodule(path)
-            if name in buffers:  # the block may have put another tensor in its place
+            if name in initial_buffers:
                 buffers[name].detach().copy_(initial_buffers[name])
-                setattr(owner, attribute, buffers[name])
-            else:
-                delattr(owner, attribute)
+        for name, buffer in list(original.named_buffers(remove_duplicate=False)):
+            path, _, attribute = name.rpartition(".")
+            if name not in buffers:
+                delattr(original.get_submodule(path), attribute)
+            elif buffer is not buffers[name]:
+                setattr(original.get_submodule(path), attribute, buffers[name])
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

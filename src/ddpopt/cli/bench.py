@@ -200,7 +200,7 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
 def _admit(
     name: str, cap_mb: float | None, inner: str, loaded: Loaded
 ) -> tuple[_Trainee | None, str]:
-    """A model that was compiled and trained; or None and the error, if all ranks had one.
+    """A model that was compiled and trained; or None and the error of a rank that could not.
 
     A collective, so that all ranks measure the same ones.
 
