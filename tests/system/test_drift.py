@@ -101,7 +101,10 @@ def _check_training(fresh_ranks: Ranks, uses: set[Use], options: dict[str, Any])
                 assert not result.splits
                 assert "training goes on without overlap" in result.warnings[0]
             elif use.row not in WHOLE:
-                is_lost = Need.BACKWARD.value in result.warnings[0]
+                is_lost = (
+                    use.row.need is Need.BACKWARD
+                    or "cut in forward, not in backward" in result.warnings[0]
+                )
                 splits = {"forward" if is_lost else options["split"]}
                 assert result.splits == splits, f"{use}: {result.warnings}"
 
