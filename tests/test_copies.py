@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddpopt._copies import copy_buffers, copy_function, deep_copy, foreign_forward, shielded
+from ddpopt._copies import (
+    copy_buffers,
+    copy_function,
+    deep_copy,
+    foreign_forward,
+    shielded,
+    written_buffers,
+)
 from ddpopt.errors import OptionError
 
 SCALE = 2.0
@@ -43,20 +50,27 @@ def test_a_forward_set_on_a_module_may_hold_tensors_but_not_the_module(holds_mod
     assert bool(foreign_forward(deep_copy(model), model)) == holds_module
 
 
-def test_a_modules_buffers_are_afterwards_what_they_were_also_new_and_replaced_ones() -> None:
+def test_a_modules_buffers_have_their_values_back_and_those_that_it_makes_stay() -> None:
     """As where a copy's forward calls the original's, which makes a table at its first call."""
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    (norm,) = model
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
+    norm, lazy = model
+    lazy.register_buffer("table", None)
+    lazy.register_buffer("grown", torch.zeros(2))
     norm.register_buffer("same_mean", norm.running_mean)
-    mean = norm.running_mean
     before = copy_buffers(model)
     with shielded(model, before, OptionError, "the model"):
-        mean.add_(1)
-        norm.running_mean = torch.ones(3)
-        norm.running_var.add_(1)
-        norm.register_buffer("table", torch.ones(2))
-        model.register_buffer("mask", torch.ones(2))
-    assert norm.running_mean is norm.same_mean is mean
+        norm.running_mean.add_(1)
+        norm.running_var = norm.running_var + 1
+        lazy.table = torch.ones(2)
+        lazy.grown = torch.zeros(3)
+        model.append(nn.BatchNorm1d(2))
+        assert written_buffers(model, before) == [
+            *("0.running_mean", "0.running_var", "1.table", "1.grown"),
+            *("2.running_mean", "2.running_var", "2.num_batches_tracked"),
+        ]
+    assert norm.running_mean is norm.same_mean
     after = dict(model.named_buffers())
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "1.grown")
+    assert torch.equal(lazy.table, torch.ones(2))
+    assert torch.equal(lazy.grown, torch.zeros(3))
+    assert len(model) == 3

@@ -330,21 +330,16 @@ def shielded(
             nodes.append(node)
             refuse = functools.partial(_refuse_gradient, name, error, what)
             hooks.append(node.register_prehook(refuse))
-    buffers = dict(original.named_buffers(remove_duplicate=False))  # by all of their names
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
         for name in written_buffers(original, initial_buffers):
-            if name in initial_buffers:
-                buffers[name].detach().copy_(initial_buffers[name])
-        for name, buffer in list(original.named_buffers(remove_duplicate=False)):
-            path, _, attribute = name.rpartition(".")
-            if name not in buffers:
-                delattr(original.get_submodule(path), attribute)
-            elif buffer is not buffers[name]:
-                setattr(original.get_submodule(path), attribute, buffers[name])
+            buffer = original.get_buffer(name)
+            # Else the module's own code made it anew, as it would have in its next forward.
+            if name in initial_buffers and _are_of_one_kind(buffer, initial_buffers[name]):
+                buffer.detach().copy_(initial_buffers[name])
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -397,13 +392,21 @@ def _drop_gradient(_gradients: object) -> tuple[None]:
 
 
 def written_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
-    """The buffers of a module that are not, bit for bit, what they were `before`, or new."""
+    """The buffers of a module that are new, or not bit for bit what they were `before`."""
     written = []
     for name, buffer in module.named_buffers():
         # Not by their versions, which batch norm's writes leave as they are.
-        if name not in before or not torch.equal(_bits(buffer), _bits(before[name])):
+        if (
+            name not in before
+            or not _are_of_one_kind(buffer, before[name])
+            or not torch.equal(_bits(buffer), _bits(before[name]))
+        ):
             written.append(name)
     return written
+
+
+def _are_of_one_kind(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

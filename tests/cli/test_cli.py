@@ -95,6 +95,20 @@ def failing_on_rank_1():
     model.register_forward_pre_hook(fail)
     return model, torch.ones(2, 64)
 
+def failing_in_backward():
+    # At another place of it on each rank.
+    model, num_gradients = MLP(), 0
+
+    def fail(_):
+        nonlocal num_gradients
+        num_gradients += 1
+        if num_gradients == 3:
+            raise torch.OutOfMemoryError("no memory")
+
+    layer = 0 if torch.distributed.get_rank() else 5
+    model.layers[layer].weight.register_hook(fail)
+    return model, torch.ones(2, 64)
+
 def slow():
     import sys, time
     print("begun", file=sys.stderr, flush=True)
@@ -142,6 +156,7 @@ def _run_on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,  # a hang fails
     )
 
 
@@ -395,9 +410,20 @@ def test_bench_prints_a_table(folder: Path) -> None:
 def test_bench_ends_if_one_rank_alone_cannot_train(folder: Path) -> None:
     """Rank 0 waits for the gradients of rank 1, which says so and ends; torchrun ends rank 0."""
     done = _run_on_two_ranks("bench", "models_of_mine:failing_on_rank_1", "--peers", "eager")
-    assert done.returncode
-    assert "failed on this rank (OutOfMemoryError: no memory on this rank)" in done.stderr
-    assert "but rank 0 did not come within 2 s" in done.stderr
+    assert done.returncode == 1
+    here = "(here it raised OutOfMemoryError: no memory on this rank)"
+    assert f"training eager {here}: rank 0 did not come within 2 s; look" in done.stderr
+    assert "[rank" not in done.stderr  # torch marks tracebacks so
+
+
+@pytest.mark.slow
+def test_bench_ends_if_ranks_fail_in_a_backward(folder: Path) -> None:
+    """One may have launched an allreduce that another has not, so the next ones would not meet."""
+    caps = ("--peers", "eager", "--caps", "0.03")
+    done = _run_on_two_ranks("bench", "models_of_mine:failing_in_backward", *caps)
+    assert done.returncode == 1
+    assert ": OutOfMemoryError: no memory, while gradients were reduced; look" in done.stderr
+    assert "[rank" not in done.stderr  # torch marks tracebacks so
 
 
 @pytest.mark.slow

@@ -407,7 +407,8 @@ def test_ring_formula_is_what_its_messages_take(num_ranks: int) -> None:
 def test_a_ring_is_as_fast_as_its_slowest_link(num_ranks: int) -> None:
     """One link at a quarter of the rate is a network of that rate, but for the latency.
 
-    A message that waits for the slow link has its own latency meanwhile.
+    The latency of a message that waits for the slow link passes while it waits, so that the
+    formula is an upper bound.
     """
 
     def seconds(latency_s: float) -> float:

@@ -647,7 +647,6 @@ def test_the_choice_is_logged_once(rank: int) -> None:
 
 
 def test_idle_forwards_are_told_once_and_not_before_they_are_twice_those_of_a_step() -> None:
-    """The call in which a step is seen to have ended counts no forward."""
     most = tuning._MOST_IDLE
     idle = tuning._IdleForwards()
     assert [idle.count(0) for _ in range(most + 2)] == [False] * most + [True, False]
@@ -657,6 +656,7 @@ def test_idle_forwards_are_told_once_and_not_before_they_are_twice_those_of_a_st
     assert not any(accumulated)
     assert not idle.are_many
     without_a_step = [idle.count(3) for _ in range(2 * most)]
+    # The first call sees that a step has ended, and counts no forward.
     assert without_a_step.index(True) == 2 * (most - 1)
 
 

@@ -186,7 +186,13 @@ def test_a_damaged_or_foreign_entry_is_a_miss(
 
 
 @pytest.mark.quick("dump_dir")
-@pytest.mark.parametrize("shown_by", ["dump_dir", "ddp_graphs", "TORCH_TRACE"])
+@pytest.mark.parametrize(
+    "shown_by",
+    [
+        "dump_dir",
+        *(pytest.param(w, marks=needs_our_code_in_caches) for w in ("ddp_graphs", "TORCH_TRACE")),
+    ],
+)
 def test_a_graph_that_is_shown_is_cut_anew(
     cached_step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_by: str
 ) -> None:

@@ -32,7 +32,8 @@ _WARM_STEPS = 4  # to compile, let DDP form its buckets, and compile for those
 _MOST_STEPS = 100  # until better buckets are found
 _RECOMPILE_LIMIT = 200
 _ERROR_LENGTH = 300
-_LONGEST_WAIT_S = 120.0  # of a rank that cannot train, for others, whose compilers may be slower
+# How long a rank that cannot train waits for the others, which may still be compiling.
+_LONGEST_WAIT_S = 300.0
 
 
 class Peer(NamedTuple):
@@ -140,6 +141,11 @@ class _Trainee:
         for _ in range(_WARM_STEPS):
             self._step_s()
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a backward has begun to reduce gradients, and did not end."""
+        return _torch.has_unfinished_reduction(self._ddp)
+
     def take_turn(self, num_steps: int) -> None:
         """Note the median of some steps, each as on the slowest rank."""
         self._step_s()  # not counted: caches are still those of the trainee before
@@ -200,29 +206,34 @@ def _compile(peer: Peer, ddp: DistributedDataParallel, inner: str) -> Callable[.
 def _admit(
     name: str, cap_mb: float | None, inner: str, loaded: Loaded
 ) -> tuple[_Trainee | None, str]:
-    """A model that was compiled and trained; or None and the error of a rank that could not.
+    """A model that was compiled and trained; or None and the first error, if a rank had one.
 
     A collective, so that all ranks measure the same ones.
 
     Raises:
-        PeerError: some ranks cannot train, and the others wait for their gradients.
+        PeerError: ranks have failed at different places, so that some may wait for the gradients
+            of others: at least one did not get here, or was in the middle of a reduction.
     """
     group = dist.group.WORLD
     assert group is not None, "the command has joined one"
     meeting = JointDecision(group, f"bench: {name}", next_key(group, "bench"), _LONGEST_WAIT_S)
-    dist.barrier()  # each rank has announced that it comes to the meeting
-    trainee, error = None, ""
+    dist.barrier()  # all have announced themselves, or `decide` would not wait for them
+    trainee, error, problem = None, "", ""
     try:
         trainee = _Trainee(name, cap_mb, inner, loaded)
         trainee.warm_up()
     except Exception as raised:  # a way that cannot train this model does not stop the others
         error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:_ERROR_LENGTH]}"
-    if refusal := meeting.decide():
+        if trainee is not None and trainee.is_reducing:
+            # Another rank may have launched more allreduces than this one, or fewer.
+            problem = f"{error}, while gradients were reduced"
+    if refusal := meeting.decide(problem):
         # The process has to end: that frees the others from the collective in which they wait.
+        here = f"it raised {error}" if error else "it trains"
         raise PeerError(
-            f"bench: {name} {f'failed on this rank ({error})' if error else 'trains on this rank'}"
-            f", but {refusal.reason}: it fails on some ranks alone; look at the log of each, and "
-            "mend what one lacks, or leave this way out of --peers"
+            f"bench: ranks cannot go on together after training {name} (here {here}): "
+            f"{refusal.reason}; look at the log of each rank, and mend what one lacks, or leave "
+            "this way out of --peers"
         )
     errors = [error] * dist.get_world_size()
     dist.all_gather_object(errors, error)

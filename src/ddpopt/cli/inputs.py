@@ -212,9 +212,10 @@ def _leaving() -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:
-        # The error's traceback may keep DDP modules alive until after the group was destroyed. The
-        # list keeps the group for good, so that no Reducer of theirs is the last to hold it.
+    except BaseException as error:
+        # The error's traceback keeps DDP modules alive, in the variables of its functions. If one
+        # is left all the same, the list keeps the group, so that no Reducer is the last to hold it.
+        traceback.clear_frames(error.__traceback__)
         _outlived.append(dist.group.WORLD)
         raise
     finally:

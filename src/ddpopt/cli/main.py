@@ -18,7 +18,13 @@ from typing import TypeVar
 
 from ddpopt._text import check_can_write, installed_version, quote
 from ddpopt.cli.output import LATENCY_US, Report, Screen
-from ddpopt.errors import DDPOptError, PlanError, TorchDriftError, UnsupportedModeError
+from ddpopt.errors import (
+    DDPOptError,
+    PeerError,
+    PlanError,
+    TorchDriftError,
+    UnsupportedModeError,
+)
 from ddpopt.planning.costs import ALGORITHMS
 from ddpopt.planning.simulation import parse_bandwidth
 
@@ -41,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if report is None else _show(report, screen)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (TorchDriftError, UnsupportedModeError) as error:  # of torch here, not of the arguments
+    except (TorchDriftError, UnsupportedModeError, PeerError) as error:
+        # Of torch here, or of another rank, and not of the arguments.
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _FAILED
     except DDPOptError as error:  # about what the arguments name, so usage would not help

@@ -38,8 +38,8 @@ from ddpopt.steps.forwards import (
 
 # The plan that the Reducer was made for, if any.
 _plans: ModuleSlot[BucketPlan | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
-# How often DDP had reduced its notes of used parameters at the first forward under no_sync: while
-# that number stays, the notes are still there. A new Reducer has none, and counts from 0.
+# How often DDP had reduced, and cleared, its notes of used parameters at the first forward under
+# no_sync: while that number stays the same, the notes are still there. A new Reducer has no notes.
 _num_resets_before: ModuleSlot[int | None] = ModuleSlot(lambda: None, Lifetime.REDUCER)
 # Hooks after `rebucket`, on the module and its parameters. Until the next forward they make each
 # backward raise. Then, with a static graph of unknown arrivals, others on the module raise unless
