@@ -126,6 +126,7 @@ def test_ddp_graphs_prints_all_graphs_and_no_boundaries() -> None:
     assert BOUNDARIES not in text
 
 
+@pytest.mark.slow
 def test_with_logs_off_nothing_is_printed_or_formatted() -> None:
     """No plan and no graph is turned into text."""
     printing = "OPTIONS = {}; import os; os.dup2(1, 2)\n"

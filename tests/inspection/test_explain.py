@@ -126,6 +126,7 @@ def test_explain_refuses_what_is_no_ddp_module() -> None:
         ddpopt.explain(nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_does_not_change_a_recompile_of_a_later_graph(
     one_rank: None,
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_plan_for_eight_ranks_is_applied_on_two_and_predicts_for_two(
 
 
 @on_ranks(2)
+@pytest.mark.slow
 def test_a_plan_for_one_rank_is_applied_on_two_and_predicts_nothing(
     rank: int, tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ def _train_without(rank: int, name: str) -> tuple[list[str], int]:
     return [line for line in lines if "lost" in line], len(cut.sections)
 
 
-@pytest.mark.quick("_torch.last_logged_step")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["_torch.last_logged_step", "plan_of"])
 def test_an_error_costs_the_hint_and_nothing_else(ranks: Ranks, name: str) -> None:
     """Rank 0 logs the error in one line; graphs are split, and training goes on."""

@@ -556,7 +556,7 @@ def _run_without_end(rank: int, kind: str) -> tuple[list[str], str, str]:
     return warned, explained, tuning.find_tuner(ddp).outcome
 
 
-@pytest.mark.quick("no_sync")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no_sync", "no backward", "no accumulation"])
 def test_a_search_without_steps_is_warned_of_once(ranks: Ranks, kind: str) -> None:
     """The warning comes after a hundred forwards; the search goes on if gradients are reduced."""

@@ -97,6 +97,7 @@ def _take_plans(rank: int, folder: str) -> None:
     assert [len(bucket) for bucket in real_buckets(ddp)] == list(SIZES)
 
 
+@pytest.mark.slow
 def test_a_plan_fits_a_module_that_is_wrapped_on_some_ranks(ranks: Ranks, tmp_path: Any) -> None:
     ranks.run(_take_plans, str(tmp_path))
 

@@ -35,7 +35,6 @@ _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _TORCHRUN = f"{_OWN_STORE} torchrun --standalone --nproc-per-node 2"
 
 
-@pytest.mark.quick
 @on_ranks(2)
 def test_minimals_training_ends_with_equal_parameters() -> None:
     """The example asserts it; starting its processes takes longer than all else that it does."""
