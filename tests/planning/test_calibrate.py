@@ -25,9 +25,9 @@ def _calibrate(rank: int) -> AllreduceCost:
 def test_all_ranks_measure_the_same_cost(ranks: Ranks) -> None:
     first, second = ranks.run(_calibrate)
     assert first == second
-    assert first.s_per_byte > 0
+    assert first.seconds(2**20) > 0  # on busy processors all of it may be start-up
     assert first.contention >= 1
-    assert 0 <= first.launch_s < 1
+    assert first.launch_s >= 0
 
 
 class _Machine:
