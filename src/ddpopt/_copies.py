@@ -335,16 +335,23 @@ def shielded(
     finally:
         for hook in hooks:
             hook.remove()
-        for name in written_buffers(original, initial_buffers):
-            buffer = original.get_buffer(name)
-            # Else the module's own code made it anew, as it would have in its next forward.
-            if name in initial_buffers and _are_of_one_kind(buffer, initial_buffers[name]):
-                buffer.detach().copy_(initial_buffers[name])
+        restore_buffers(original, initial_buffers)
 
 
 def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of a module's buffers, by name."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def restore_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Give a module's buffers back the values that they had `before`, without other writes.
+
+    Those that are new or of another shape stay: the module's own code, its forward, made them.
+    """
+    for name in written_buffers(module, before):
+        buffer = module.get_buffer(name)
+        if name in before and buffer.shape == before[name].shape:
+            buffer.detach().copy_(before[name])
 
 
 def _refuse_gradient(name: str, error: type[Exception], what: str, *_gradients: object) -> None:
@@ -396,17 +403,16 @@ def written_buffers(module: nn.Module, before: dict[str, torch.Tensor]) -> list[
     written = []
     for name, buffer in module.named_buffers():
         # Not by their versions, which batch norm's writes leave as they are.
-        if (
-            name not in before
-            or not _are_of_one_kind(buffer, before[name])
-            or not torch.equal(_bits(buffer), _bits(before[name]))
-        ):
+        if name not in before or not _are_same(buffer, before[name]):
             written.append(name)
     return written
 
 
-def _are_of_one_kind(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are of one kind and have the same bits."""
+    kind = tensor.shape, tensor.dtype, tensor.device
+    is_of_kind = kind == (other.shape, other.dtype, other.device)
+    return is_of_kind and torch.equal(_bits(tensor), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -568,7 +568,6 @@ def _failures(call: Callable[[], object]) -> list[str]:
     return [text for text in [error_of(call)] if text != "nothing"]
 
 
-@pytest.mark.quick("dies")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_makes_the_others_fail_clearly(
     make_ranks: MakeRanks, end: signal.Signals

@@ -197,12 +197,13 @@ def test_a_graph_that_is_shown_is_cut_anew(
     cached_step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_by: str
 ) -> None:
     """Code from a cache has no graphs to show."""
-    with ddpopt.config.patch(dump_dir=str(tmp_path) if shown_by == "dump_dir" else ""):
-        if shown_by == "ddp_graphs":
-            monkeypatch.setattr(_logs, "is_showing_graphs", lambda: True)
-        if shown_by == "TORCH_TRACE":
-            monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
-        shown = _step()
+    if shown_by == "dump_dir":
+        monkeypatch.setattr(ddpopt.config, "dump_dir", str(tmp_path))
+    elif shown_by == "ddp_graphs":
+        monkeypatch.setattr(_logs, "is_showing_graphs", lambda: True)
+    else:
+        monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
+    shown = _step()
     assert not shown.is_hit
     assert bool(list(tmp_path.rglob("backward_section_0.py"))) == (shown_by == "dump_dir")
 

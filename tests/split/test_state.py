@@ -175,8 +175,8 @@ def _frozen() -> DistributedDataParallel:
     return ddp
 
 
-# What makes a module in a mode, and what cannot be done with it then.
 _ALL = {MODES_WITHOUT_REBUCKET, MODES_WITHOUT_ALGORITHM, MODES_WITHOUT_REHEARSAL}
+# By mode: what makes a module that is in it, and the lists of modes that have to name it.
 DDP_IN_MODE = {
     DDPMode.MIXED_PRECISION: (_mixed, _ALL),
     DDPMode.OPTIMIZER_IN_BACKWARD: (_stepping, _ALL),
@@ -189,10 +189,10 @@ DDP_IN_MODE = {
 @pytest.mark.parametrize("mode", DDP_IN_MODE, ids=lambda mode: mode.name)
 def test_a_mode_is_found_by_what_it_stands_in_the_way_of(one_rank: None, mode: DDPMode) -> None:
     """It is not found by anything else."""
-    make, refusing = DDP_IN_MODE[mode]
+    make, naming = DDP_IN_MODE[mode]
     ddp = make()
     for modes in _ALL:
-        assert find_mode(ddp, modes) is (mode if modes in refusing else None)
+        assert find_mode(ddp, modes) is (mode if modes in naming else None)
 
 
 def test_an_open_join_keeps_buckets_and_allreduces(one_rank: None) -> None:

@@ -178,10 +178,7 @@ class ModelCopy:
         """Drop gradients, and reset buffers to their values in the original."""
         for parameter in self.ddp.parameters():
             parameter.grad = None
-        for name, buffer in self.ddp.module.named_buffers():
-            initial = self.initial_buffers.get(name)
-            if initial is not None and initial.shape == buffer.shape:  # else forward made it anew
-                buffer.detach().copy_(initial)
+        _copies.restore_buffers(self.ddp.module, self.initial_buffers)
 
     def step(self, batch: Batch) -> Outcome:
         """Run forward and backward on a copy of the batch, from the original's buffers."""

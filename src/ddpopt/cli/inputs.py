@@ -213,8 +213,8 @@ def _leaving() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The error's traceback keeps DDP modules alive, in the variables of its functions. If one
-        # is left all the same, the list keeps the group, so that no Reducer is the last to hold it.
+        # Variables of the functions in the error's traceback keep DDP modules alive. If one is left
+        # all the same, the list keeps the group, so that no Reducer is the last to hold it.
         traceback.clear_frames(error.__traceback__)
         _outlived.append(dist.group.WORLD)
         raise
